@@ -1,0 +1,313 @@
+"""Every message that crosses the socket between a gateway and a store, and how it is framed.
+
+A frame is `u32be length` and one msgpack-encoded, tagged struct. Unknown fields, wrong types and frames over
+the limit are refused before anything is allocated for them; they cost the peer its connection and nothing else.
+
+Blocks are named by 32-byte keys that only a tenant's secret can produce. The store sees accounts (16 opaque
+bytes), epochs, keys and tokens; it never sees a salt, a tenant's name, HTTP or SQL.
+
+Not in this version: host limits, `ttl`, `Probe`, `Flush`, `Stats` of one account, and account limits other
+than the defaults (a store refuses those by closing the connection with the reason in its log).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+PROTOCOL = 1
+KEY_VERSION = 1
+LAYOUT_VERSION = 1
+
+KEY_BYTES = 32
+ACCOUNT_BYTES = 16
+TOKEN_BYTES = 4
+
+MAX_FRAME_TO_STORE_BYTES = 16 << 20
+MAX_FRAME_TO_GATEWAY_BYTES = 1 << 20
+MAX_UNSENT_BYTES = 8 << 20
+PING_INTERVAL_SECONDS = 1.0
+SILENCE_LIMIT_SECONDS = 5.0
+
+Account = Annotated[bytes, Meta(min_length=ACCOUNT_BYTES, max_length=ACCOUNT_BYTES)]
+RequestId = Annotated[int, Meta(ge=0, lt=1 << 63)]
+Epoch = Annotated[int, Meta(ge=0, lt=1 << 63)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 63)]
+DType = Literal["fp32", "bf16", "fp16"]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages. Immutable; a message is a value."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the values inside messages."""
+
+
+# --- parts -----------------------------------------------------------------------------------------------------
+
+
+class Geometry(Part):
+    """What a block of this store is made of: fields of the block-key context.
+
+    `rope_context_tokens` is 0 for plain RoPE, else the context the rotary factors were frozen for.
+    """
+
+    layers: Count
+    kv_heads: Count
+    key_dim: Count
+    value_dim: Count
+    block_tokens: Count
+    kv_dtype: str
+    layout_version: Count
+    rope_context_tokens: Count
+    bytes_per_token: Count
+
+
+class Limits(Part):
+    blocks: Count
+    max_context_tokens: Count
+    max_running: Count
+    step_tokens: Count
+    vocabulary_tokens: Count
+
+
+class Sampling(Part):
+    """How one request turns logits into tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Meta(ge=0, lt=1 << 64)] = 0
+    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(max_length=1024)] = []
+
+
+class Stamps(Part):
+    """CLOCK_MONOTONIC of the host, in ns; 0 means it did not happen."""
+
+    queued_ns: Count
+    started_ns: Count = 0
+    first_token_ns: Count = 0
+    finished_ns: Count = 0
+
+
+class Counts(Part):
+    """What a request did. `written_blocks`: full prompt blocks it computed and published."""
+
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
+    output_tokens: Count = 0
+    computed_tokens: Count = 0
+    written_blocks: Count = 0
+    preemptions: Count = 0
+    steps: Count = 0
+
+
+# --- gateway → store -------------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message of a connection; answered by `Welcome` or `Refused`."""
+
+    protocol: int
+    key_version: int
+
+
+class OpenAccount(Message):
+    """The account's epoch and limits. Idempotent; `epoch` and `revision` each only rise."""
+
+    account: Account
+    epoch: Epoch
+    revision: Count = 0
+    reserved_blocks: Count = 0
+    max_blocks: Count | None = None
+    weight: Annotated[float, Meta(gt=0)] = 1.0
+    strict: bool = False
+    offload_key: Annotated[bytes, Meta(min_length=32, max_length=32)] | None = None
+
+
+class Fence(Message):
+    """Everything older than `epoch` leaves the index before `Fenced` is sent."""
+
+    account: Account
+    epoch: Epoch
+
+
+class DropAccount(Message):
+    """All of an account leaves the index, its running requests are aborted, a tombstone stays."""
+
+    account: Account
+
+
+class Submit(Message):
+    """Start a request.
+
+    Attributes:
+        request: chosen by the gateway, unique among the connection's live requests.
+        tokens: the prompt, u32le each; at least one.
+        keys: 32 bytes per full block of the prompt, in order.
+        max_tokens: output cap, at least 1.
+        queue_deadline_ns: CLOCK_MONOTONIC after which a request that still waits is rejected.
+    """
+
+    request: RequestId
+    account: Account
+    epoch: Epoch
+    tokens: bytes
+    keys: bytes
+    sampling: Sampling
+    max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    queue_deadline_ns: Count
+
+
+class Seal(Message):
+    """Names for full blocks from `first_block` on (index within the request); `last` ends the request's hold."""
+
+    request: RequestId
+    first_block: Count
+    keys: bytes
+    last: bool = False
+
+
+class Abort(Message):
+    """Stop now; answered by `Finished{reason: aborted}`. Unknown requests are ignored."""
+
+    request: RequestId
+
+
+class Stats(Message):
+    """Ask for a `StatsReport` now; one is pushed every second anyway."""
+
+
+class Drain(Message):
+    """Accept no more `Submit`; `Drained` once nothing runs or waits."""
+
+
+# --- both ways -------------------------------------------------------------------------------------------------
+
+
+class Ping(Message):
+    pass
+
+
+class Pong(Message):
+    """`step_age_ms`: how long ago the engine made a step, 0 when it has no work."""
+
+    step_age_ms: Count = 0
+
+
+# --- store → gateway -------------------------------------------------------------------------------------------
+
+
+class Welcome(Message):
+    store: str
+    model_dir: str
+    model_fingerprint: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    tokenizer_fingerprint: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    geometry: Geometry
+    dtype: DType
+    limits: Limits
+
+
+class Refused(Message):
+    code: Literal["protocol", "key_version"]
+    detail: str
+
+
+class Started(Message):
+    """Admitted, once; a later preemption is only counted. `miss_block`: index of the first block that was not found."""
+
+    request: RequestId
+    cached_tokens: Count
+    miss_block: Count | None
+    stamps: Stamps
+
+
+class Tokens(Message):
+    """One per engine step for all requests of the connection: (request, token ids)."""
+
+    entries: list[tuple[int, list[int]]]
+
+
+class Finished(Message):
+    """Exactly one for each `Submit` that was not `Rejected`; the gateway answers with `Seal{last: true}`."""
+
+    request: RequestId
+    reason: Literal["stop", "length", "aborted", "error"]
+    stamps: Stamps
+    counts: Counts
+
+
+class Rejected(Message):
+    request: RequestId
+    code: Literal["too_long", "over_capacity", "stale_epoch", "unknown_account", "draining", "queue_timeout"]
+    detail: str
+
+
+class Fenced(Message):
+    """What left the index. `epoch` is that of the `Fence`, None for a `DropAccount`."""
+
+    account: Account
+    epoch: Epoch | None
+    blocks: Count
+    bytes: Count
+
+
+class StatsReport(Message):
+    total_blocks: Count
+    free_blocks: Count
+    held_blocks: Count
+    cached_blocks: Count
+    running: Count
+    waiting: Count
+    ended: Count
+    steps: Count
+    computed_tokens: Count
+    preemptions: Count
+    evictions: Count
+
+
+class Drained(Message):
+    pass
+
+
+ToStore = Hello | OpenAccount | Fence | DropAccount | Submit | Seal | Abort | Stats | Drain | Ping | Pong
+ToGateway = Welcome | Refused | Started | Tokens | Finished | Rejected | Fenced | StatsReport | Drained | Ping | Pong
+
+_HEADER = struct.Struct(">I")
+HEADER_BYTES = _HEADER.size
+
+decode_to_store = msgspec.msgpack.Decoder(ToStore).decode
+decode_to_gateway = msgspec.msgpack.Decoder(ToGateway).decode
+_encoder = msgspec.msgpack.Encoder()
+
+
+class ProtocolError(Exception):
+    """A peer broke the protocol: its connection is closed and its requests end."""
+
+
+def encode_frame(message: Message, limit_bytes: int) -> bytes:
+    """One frame, header included.
+
+    Raises:
+        ProtocolError: the encoded message is larger than `limit_bytes`.
+    """
+    body = _encoder.encode(message)
+    if len(body) > limit_bytes:
+        raise ProtocolError(f"a {type(message).__name__} of {len(body)} bytes is over the limit of {limit_bytes}")
+    return _HEADER.pack(len(body)) + body
+
+
+def frame_length(header: bytes, limit_bytes: int) -> int:
+    """The body length that a 4-byte header announces, checked before anything is allocated for it.
+
+    Raises:
+        ProtocolError: it announces nothing or more than `limit_bytes`.
+    """
+    (length,) = _HEADER.unpack(header)
+    if not 0 < length <= limit_bytes:
+        raise ProtocolError(f"a frame of {length} bytes is outside 1 .. {limit_bytes}")
+    return int(length)
