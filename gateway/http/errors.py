@@ -1,0 +1,77 @@
+"""What the HTTP APIs answer when they refuse, in OpenAI's form.
+
+    ApiError            a status, a message that says what was wrong and what to do, and how clients name it
+    └── Unauthorized    401, one message for every reason, so that reasons cannot be told apart
+"""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.responses import Response
+
+JSON = "application/json"
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """A refusal that goes to the client as it is. Raise it anywhere below the router.
+
+    Attributes:
+        status: the HTTP status.
+        message: what was wrong, with the numbers, and the remedy. Never a prompt, a key or a secret.
+        type: OpenAI's error type; its SDK shows it and does not act on it.
+        code: OpenAI's error code, None where there is none.
+        param: path of the field that was refused, such as `messages[0].content[1]`.
+        headers: (name, value) pairs added to the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.code = code
+        self.param = param
+        self.headers = headers
+
+    def encode(self) -> bytes:
+        """The JSON body; the same object is the last event of a stream that failed."""
+        return msgspec.json.encode(ErrorBody(ErrorDetail(self.message, self.type, self.param, self.code)))
+
+    def response(self) -> Response:
+        return Response(self.encode(), self.status, dict(self.headers), JSON)
+
+
+class Unauthorized(ApiError):
+    """No valid credential: missing, malformed, unknown, revoked and expired keys all answer this."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            401,
+            "The API key is missing or not valid. Send `Authorization: Bearer <key>` with an active key.",
+            code="invalid_api_key",
+            headers=(("www-authenticate", "Bearer"),),
+        )
+
+
+def bad_value(param: str, message: str) -> ApiError:
+    """400 for a field whose value is wrong or not supported."""
+    return ApiError(400, message, code="unsupported_value", param=param)
