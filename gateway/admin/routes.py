@@ -1,0 +1,172 @@
+"""The admin REST API: tenants, their keys and their salts. Handlers are thin; `tenants.registry` does it."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.admin import pages
+from gateway.admin.link import StoreLink
+from gateway.admin.shapes import (
+    DroppedBody,
+    KeyBody,
+    KeyInput,
+    RotateBody,
+    RotateInput,
+    SaltBody,
+    TenantBody,
+    TenantInput,
+    json_response,
+)
+from gateway.http.body import read_struct
+from gateway.http.errors import ApiError, bad_value
+from gateway.http.routing import Route
+from gateway.secret import Secret
+from gateway.tenants.directory import Directory
+from gateway.tenants.fences import Dropped, PendingFence
+from gateway.tenants.registry import NameTaken, Registry, SaltHistory
+from gateway.tenants.tables import ApiKey, Tenant, utc_now
+
+PREFIX = "/admin/v1/tenants"
+
+_NEVER = datetime(9999, 12, 30, tzinfo=UTC)
+_ID = re.compile(r"[a-z]{3}_[0-9a-z]{1,28}")
+
+
+def admin_routes(directory: Directory, link: StoreLink) -> list[Route]:
+    api = AdminApi(directory, link)
+    tenant = PREFIX + "/{tenant_id}"
+    return [
+        Route("POST", PREFIX, "admin:tenants:write", api.create_tenant),
+        Route("GET", PREFIX, "admin:tenants:read", api.list_tenants),
+        Route("GET", tenant, "admin:tenants:read", api.get_tenant),
+        Route("DELETE", tenant, "admin:tenants:write", api.delete_tenant),
+        Route("POST", tenant + "/keys", "admin:keys:write", api.create_key),
+        Route("GET", tenant + "/keys", "admin:keys:read", api.list_keys),
+        Route("DELETE", tenant + "/keys/{key_id}", "admin:keys:write", api.delete_key),
+        Route("GET", tenant + "/salts", "admin:salts:read", api.list_salts),
+        Route("POST", tenant + "/salts/rotate", "admin:salts:write", api.rotate_salt),
+    ]
+
+
+class AdminApi:
+    def __init__(self, directory: Directory, link: StoreLink) -> None:
+        self._directory = directory
+        self._registry = Registry(directory.database, directory.keyring)
+        self._link = link
+
+    async def create_tenant(self, request: Request) -> Response:
+        body = await read_struct(request, TenantInput)
+        try:
+            tenant = await self._registry.create_tenant(body.name)
+        except NameTaken:
+            message = f"There is a tenant {body.name!r} already: use it, or choose another name."
+            raise ApiError(409, message, param="name") from None
+        return json_response(_tenant_body(tenant), 201, {"location": f"{PREFIX}/{tenant.id}"})
+
+    async def list_tenants(self, request: Request) -> Response:
+        asked = pages.window(request, also=("name",))
+        name = request.query_params.get("name")
+        if name is not None and not re.fullmatch(r"[a-z0-9-]{1,64}", name):
+            raise bad_value("name", "A tenant's name is 1 to 64 of a-z, 0-9 and -.")
+        rows = await self._registry.tenants(asked.limit + 1, pages.after_row(asked), name)
+        return json_response(pages.page(rows, asked.limit, _tenant_body, _row_position))
+
+    async def get_tenant(self, request: Request) -> Response:
+        tenant = await self._registry.tenant(_id(request, "tenant_id"))
+        if tenant is None:
+            raise _not_found()
+        return json_response(_tenant_body(tenant))
+
+    async def delete_tenant(self, request: Request) -> Response:
+        fence = await self._registry.delete_tenant(_id(request, "tenant_id"))
+        if fence is None:
+            raise _not_found()
+        await self._drop(fence)
+        return Response(status_code=204)
+
+    async def create_key(self, request: Request) -> Response:
+        tenant_id = _id(request, "tenant_id")
+        body = await read_struct(request, KeyInput)
+        if body.expires_at is not None and not utc_now() < body.expires_at < _NEVER:
+            raise bad_value("expires_at", f"expires_at must lie between now and {_NEVER:%Y-%m-%d}.")
+        created = await self._registry.create_key(tenant_id, body.name, frozenset(body.scopes), body.expires_at)
+        if created is None:
+            raise _not_found()
+        row, text = created
+        headers = {"location": f"{PREFIX}/{tenant_id}/keys/{row.id}", "cache-control": "no-store"}
+        return json_response(_key_body(row, utc_now(), text), 201, headers)
+
+    async def list_keys(self, request: Request) -> Response:
+        asked = pages.window(request)
+        rows = await self._registry.keys(_id(request, "tenant_id"), asked.limit + 1, pages.after_row(asked))
+        if rows is None:
+            raise _not_found()
+        now = utc_now()
+        return json_response(pages.page(rows, asked.limit, lambda row: _key_body(row, now), _row_position))
+
+    async def delete_key(self, request: Request) -> Response:
+        if not await self._registry.delete_key(_id(request, "tenant_id"), _id(request, "key_id")):
+            raise _not_found()
+        return Response(status_code=204)
+
+    async def list_salts(self, request: Request) -> Response:
+        asked = pages.window(request)
+        rows = await self._registry.salts(_id(request, "tenant_id"), asked.limit + 1, pages.after_number(asked))
+        if rows is None:
+            raise _not_found()
+        return json_response(pages.page(rows, asked.limit, _salt_body, lambda row: str(row.epoch)))
+
+    async def rotate_salt(self, request: Request) -> Response:
+        tenant_id = _id(request, "tenant_id")
+        if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+            await read_struct(request, RotateInput)
+        fence = await self._registry.rotate(tenant_id)
+        if fence is None or fence.epoch is None:
+            raise _not_found()
+        dropped = await self._drop(fence)
+        counts = None if dropped is None else DroppedBody(dropped.blocks, dropped.bytes)
+        return json_response(RotateBody(fence.epoch, counts))
+
+    async def _drop(self, fence: PendingFence) -> Dropped | None:
+        """Ask the store now; where none answers, the fence stays pending."""
+        if fence.epoch is None:
+            dropped = await self._link.drop_account(fence.account)
+        else:
+            dropped = await self._link.fence(fence.account, fence.epoch)
+        if dropped is not None:
+            await self._directory.fence_done(fence)
+        return dropped
+
+
+def _id(request: Request, name: str) -> str:
+    value: str = request.path_params[name]
+    if not _ID.fullmatch(value):
+        raise _not_found()
+    return value
+
+
+def _not_found() -> ApiError:
+    return ApiError(404, "There is no such tenant or key.", code="not_found")
+
+
+def _tenant_body(row: Tenant) -> TenantBody:
+    return TenantBody(row.id, row.name, row.status, row.created_at, row.updated_at)
+
+
+def _key_body(row: ApiKey, now: datetime, text: Secret | UnsetType = UNSET) -> KeyBody:
+    status = row.status if row.status != "active" or row.is_active(now) else "expired"
+    return KeyBody(row.id, row.name, row.last4, row.scopes, status, row.created_at, row.expires_at, secret=text)
+
+
+def _salt_body(row: SaltHistory) -> SaltBody:
+    left = 0 if row.state == "dropped" else None
+    return SaltBody(row.epoch, row.created_at, row.state, blocks=left, bytes=left)
+
+
+def _row_position(row: Tenant | ApiKey) -> str:
+    return pages.row_position(row.created_at, row.id)

@@ -1,0 +1,103 @@
+"""The bodies of the admin API. Unknown fields are errors; so is a salt, which is never set from outside."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from starlette.responses import Response
+
+from gateway.http.errors import JSON
+from gateway.secret import Secret
+
+# `\Z` and not `$`, which also matches before a line feed at the end.
+TenantName = Annotated[str, Meta(pattern=r"\A[a-z0-9-]{1,64}\Z")]
+KeyName = Annotated[str, Meta(pattern=r"\A[^\x00-\x1f\x7f-\x9f]{1,64}\Z")]
+TenantScope = Literal["completions", "cache:read", "usage:read"]
+TENANT_SCOPES: tuple[TenantScope, ...] = ("completions", "cache:read", "usage:read")
+
+
+class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of what clients send."""
+
+
+class TenantInput(Input, frozen=True):
+    name: TenantName
+
+
+class KeyInput(Input, frozen=True):
+    name: KeyName | None = None
+    scopes: Annotated[tuple[TenantScope, ...], Meta(min_length=1)] = TENANT_SCOPES
+    expires_at: Annotated[datetime, Meta(tz=True)] | None = None
+
+
+class RotateInput(Input, frozen=True):
+    pass
+
+
+class TenantBody(msgspec.Struct, frozen=True):
+    """`normalisation` and `alignment` cannot be changed yet; "off" is what happens."""
+
+    id: str
+    name: str
+    status: str
+    created_at: datetime
+    updated_at: datetime
+    normalisation: str = "off"
+    alignment: str = "off"
+
+
+class KeyBody(msgspec.Struct, frozen=True):
+    """`secret` is there in the answer that creates the key, and never again. `last_used_at` is not recorded yet."""
+
+    id: str
+    name: str | None
+    last4: str
+    scopes: list[str]
+    status: str
+    created_at: datetime
+    expires_at: datetime | None
+    last_used_at: datetime | None = None
+    secret: Secret | UnsetType = UNSET
+
+
+class SaltBody(msgspec.Struct, frozen=True):
+    """`blocks`, `bytes`: what stores hold under this salt; None: not known."""
+
+    epoch: int
+    created_at: datetime
+    state: str
+    blocks: int | None
+    bytes: int | None
+
+
+class DroppedBody(msgspec.Struct, frozen=True):
+    blocks: int
+    bytes: int
+
+
+class RotateBody(msgspec.Struct, frozen=True):
+    """`dropped` is None when no store confirmed it: it follows as soon as one is reached, before any new request."""
+
+    epoch: int
+    dropped: DroppedBody | None
+
+
+T = TypeVar("T")
+
+
+class Page(msgspec.Struct, Generic[T], frozen=True):
+    data: list[T]
+    next_cursor: str | None
+
+
+def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body, enc_hook=_reveal), status, headers, JSON)
+
+
+def _reveal(value: Any) -> str:
+    if isinstance(value, Secret):
+        return value.reveal().decode("ascii")
+    raise TypeError(f"{type(value).__name__} has no JSON form")

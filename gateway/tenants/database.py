@@ -1,0 +1,154 @@
+"""The SQL database: opened and brought to the current schema, read and written in transactions.
+
+SQLite by default, PostgreSQL by URL. Nothing here knows what the tables mean.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, event
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+
+import migrations
+from gateway.http.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+BUSY_TIMEOUT_MS = 5000
+
+
+class SchemaTooNew(Exception):
+    """The database was written by a newer version than this one."""
+
+
+class DatabaseUnavailable(ApiError):
+    """503: the database is locked or gone; nothing was changed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            503,
+            "The database does not answer. Nothing was changed; try again in a second.",
+            type="service_unavailable_error",
+            code="server_is_overloaded",
+            headers=(("retry-after", "1"), ("retry-after-ms", "1000"), ("x-should-retry", "true")),
+        )
+
+
+class Database:
+    """Transactions on one database. Sessions come from `read` and `write` and end with their block."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._reader = async_sessionmaker(engine, expire_on_commit=False)
+        self._writer = async_sessionmaker(engine.execution_options(writes=True), expire_on_commit=False)
+
+    @classmethod
+    async def open(cls, url: str) -> Database:
+        """Connect and migrate to this version's schema.
+
+        Raises:
+            SchemaTooNew: the schema is one that this version does not know.
+        """
+        # Statements go into error messages with their values unless this is set.
+        engine = create_async_engine(url, hide_parameters=True)
+        if engine.dialect.name == "sqlite":
+            event.listen(engine.sync_engine, "connect", _configure_sqlite)
+            event.listen(engine.sync_engine, "begin", _begin_sqlite)
+        database = cls(engine)
+        try:
+            async with engine.execution_options(writes=True).begin() as connection:
+                await connection.run_sync(_migrate)
+            await database.scrub()
+        except BaseException:
+            await engine.dispose()
+            raise
+        return database
+
+    async def close(self) -> None:
+        await self._engine.dispose()
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[AsyncSession]:
+        """One consistent view.
+
+        Raises:
+            DatabaseUnavailable: it is locked or gone.
+        """
+        async with _unavailable(), self._reader.begin() as session:
+            yield session
+
+    @asynccontextmanager
+    async def write(self) -> AsyncIterator[AsyncSession]:
+        """One transaction, committed at the end of the block; on SQLite the only writer from its first statement.
+
+        Raises:
+            DatabaseUnavailable: it is locked or gone.
+        """
+        async with _unavailable(), self._writer.begin() as session:
+            yield session
+
+    async def scrub(self) -> None:
+        """Leave nothing deleted behind in SQLite's write-ahead log; `secure_delete` has zeroed the pages."""
+        if self._engine.dialect.name != "sqlite":
+            return
+        async with _unavailable(), self._engine.connect() as connection:
+            raw: Any = (await connection.get_raw_connection()).driver_connection
+            async with raw.execute("PRAGMA wal_checkpoint(TRUNCATE)") as cursor:
+                busy, pages, copied = await cursor.fetchone()
+        if busy:
+            logger.warning(
+                "the write-ahead log was not emptied within %d ms (%d of %d pages copied): a reader holds it; "
+                "deleted secrets stay in it, wrapped, until the next rotation, deletion or start",
+                BUSY_TIMEOUT_MS,
+                copied,
+                pages,
+            )
+
+
+@asynccontextmanager
+async def _unavailable() -> AsyncIterator[None]:
+    try:
+        yield
+    except (OperationalError, InterfaceError, ConnectionError) as error:
+        logger.error("the database does not answer: %s", error)
+        raise DatabaseUnavailable from error
+
+
+def _configure_sqlite(connection: Any, record: object) -> None:
+    connection.isolation_level = None  # or the driver would choose where transactions begin
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA foreign_keys = ON")
+    cursor.execute("PRAGMA secure_delete = ON")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A reader that turns writer can't wait for another writer, only fail; so writers say so first.
+    writes = connection.get_execution_options().get("writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _migrate(connection: Connection) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    known = ScriptDirectory.from_config(config)
+    current = MigrationContext.configure(connection).get_current_revision()
+    if current is not None and current not in {script.revision for script in known.walk_revisions()}:
+        raise SchemaTooNew(
+            f"the database has schema {current}, this version of Saltern knows schemas up to "
+            f"{known.get_current_head()}: start the version that wrote it, or a newer one"
+        )
+    command.upgrade(config, "head")

@@ -1,0 +1,196 @@
+"""Who calls, and with which secrets: what every request asks of the database.
+
+Nothing that decides is cached: key status, tenant status and epoch are read for each request, so a decision is
+never stale, whichever gateway wrote the change. Only unwrapped secrets are kept, for five minutes at most.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from sqlalchemy import delete, exists, or_, select, update
+
+from gateway.http.errors import Unauthorized
+from gateway.secret import Secret
+from gateway.tenants import api_keys
+from gateway.tenants.api_keys import Kind, ParsedKey
+from gateway.tenants.database import Database
+from gateway.tenants.fences import PendingFence
+from gateway.tenants.keyring import PEPPER_VERSION, Keyring
+from gateway.tenants.minting import new_key
+from gateway.tenants.tables import AdminKey, ApiKey, Epoch, Fence, KeyColumns, Tenant, utc_now
+from gateway.tenants.vault import Place
+
+ADMIN_SCOPES = frozenset(
+    f"{resource}:{verb}" for resource in ("tenants", "keys", "salts") for verb in ("read", "write")
+)
+
+# What an unknown key is compared with, so that it takes the same path as a wrong one. No digest is all zeros.
+_DUMMY_DIGEST = bytes(32)
+
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who an API key speaks for. `account`: the 16 bytes that stores know the tenant by."""
+
+    key_id: str
+    tenant_id: str
+    account: bytes
+    scopes: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class AdminPrincipal:
+    key_id: str
+    scopes: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """That a key and its tenant are active now, and the tenant's epoch at the same instant."""
+
+    account: bytes
+    epoch: int
+
+
+class Directory:
+    """Reads on behalf of requests. What administrators change is in `registry`."""
+
+    def __init__(self, database: Database, keyring: Keyring, clock: Callable[[], datetime] = utc_now) -> None:
+        self.database = database
+        self.keyring = keyring
+        self._clock = clock
+
+    @classmethod
+    async def open(cls, database: Database, kek_file: Path, clock: Callable[[], datetime] = utc_now) -> Directory:
+        """
+        Raises:
+            VaultError: the key-encryption key is missing beside secrets that need it, or is not kept safely.
+        """
+        return cls(database, await Keyring.open(database, kek_file, clock), clock)
+
+    async def authenticate(self, headers: Headers) -> Principal:
+        """The tenant key that a request's raw headers carry.
+
+        Raises:
+            Unauthorized: missing, malformed, doubled, unknown, wrong, revoked, disabled or expired: all alike.
+            SaltUnavailable: the pepper does not open.
+        """
+        presented = _presented("tenant", headers)
+        statement = select(ApiKey, Tenant).join(Tenant, Tenant.id == ApiKey.tenant_id)
+        async with self.database.read() as session:
+            row = (await session.execute(statement.where(ApiKey.id == presented.id))).one_or_none()
+        key, tenant = row if row else (None, None)
+        matches = await self._matches(presented, key)
+        if key is None or tenant is None or not matches or tenant.status != "active":
+            raise Unauthorized
+        return Principal(key.id, tenant.id, tenant.account, frozenset(key.scopes))
+
+    async def authenticate_admin(self, headers: Headers) -> AdminPrincipal:
+        """The admin key that a request's raw headers carry; a tenant's is malformed here. Raises as `authenticate`."""
+        presented = _presented("admin", headers)
+        async with self.database.read() as session:
+            key = await session.get(AdminKey, presented.id)
+        matches = await self._matches(presented, key)
+        if key is None or not matches:
+            raise Unauthorized
+        return AdminPrincipal(key.id, frozenset(key.scopes))
+
+    async def standing(self, principal: Principal) -> Standing:
+        """Key status, tenant status and epoch in one statement: to be asked right before `Submit`.
+
+        Raises:
+            Unauthorized: key or tenant is gone or not active.
+        """
+        statement = (
+            select(Tenant.account, Tenant.epoch)
+            .join(ApiKey, ApiKey.tenant_id == Tenant.id)
+            .where(
+                ApiKey.id == principal.key_id,
+                Tenant.id == principal.tenant_id,
+                ApiKey.status == "active",
+                or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > self._clock()),
+                Tenant.status == "active",
+            )
+        )
+        async with self.database.read() as session:
+            row = (await session.execute(statement)).one_or_none()
+        if row is None:
+            raise Unauthorized
+        return Standing(row.account, row.epoch)
+
+    async def salt(self, tenant_id: str, epoch: int) -> Secret:
+        """The 32 bytes that name the tenant's blocks.
+
+        Raises:
+            SaltUnavailable: the epoch has ended, or the salt does not open. Never an empty value.
+        """
+        return await self.keyring.reveal(Place("salt", tenant_id, epoch))
+
+    async def offload_key(self, tenant_id: str, epoch: int) -> Secret:
+        """The 32 bytes that encrypt the tenant's blocks outside the store's memory. Raises as `salt`."""
+        return await self.keyring.reveal(Place("offload_key", tenant_id, epoch))
+
+    async def pending_fences(self) -> list[PendingFence]:
+        """Every drop that no store has confirmed, oldest first."""
+        async with self.database.read() as session:
+            rows = await session.scalars(select(Fence).order_by(Fence.created_at, Fence.id))
+            return [PendingFence(row.id, row.account, row.epoch) for row in rows]
+
+    async def fence_done(self, fence: PendingFence) -> None:
+        """A store has confirmed it. Idempotent."""
+        async with self.database.write() as session:
+            await session.execute(delete(Fence).where(Fence.id == fence.id))
+            if fence.epoch is not None:
+                await session.execute(
+                    update(Epoch)
+                    .where(
+                        Epoch.tenant_id.in_(select(Tenant.id).where(Tenant.account == fence.account)),
+                        Epoch.epoch < fence.epoch,
+                        Epoch.dropped_at.is_(None),
+                    )
+                    .values(dropped_at=self._clock())
+                )
+
+    async def ensure_first_admin_key(self, data_dir: Path) -> Path:
+        """The path of the admin key file, which an empty database gets together with its first admin key."""
+        path = data_dir / "admin-key"
+        async with self.database.write() as session:
+            if await session.scalar(select(exists(select(AdminKey.id)))):
+                return path
+            key = await new_key(self.keyring, "admin", ADMIN_SCOPES, self._clock(), name="first")
+            session.add(AdminKey(**key.row))
+            # Before the commit: a key in the database that nobody has would lock everybody out.
+            _write_private(path, key.text)
+        return path
+
+    async def _matches(self, presented: ParsedKey, stored: KeyColumns | None) -> bool:
+        version = stored.pepper_version if stored else PEPPER_VERSION
+        expected = stored.digest if stored else _DUMMY_DIGEST
+        equal = hmac.compare_digest(await self.keyring.digest(presented.secret, version), expected)
+        return equal and stored is not None and stored.is_active(self._clock())
+
+
+def _presented(kind: Kind, headers: Headers) -> ParsedKey:
+    text = api_keys.credential(headers)
+    parsed = None if text is None else api_keys.parse(kind, text)
+    if parsed is None:
+        raise Unauthorized
+    return parsed
+
+
+def _write_private(path: Path, text: Secret) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(text.reveal() + b"\n")
+        file.flush()
+        os.fsync(descriptor)
+    os.replace(temporary, path)

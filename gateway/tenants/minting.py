@@ -1,0 +1,70 @@
+"""A new API key: the text that is shown once, and the row that stays."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TypedDict
+
+from gateway.secret import Secret
+from gateway.tenants import api_keys
+from gateway.tenants.api_keys import Kind
+from gateway.tenants.keyring import PEPPER_VERSION, Keyring
+
+
+class KeyRow(TypedDict):
+    """The values of `tables.KeyColumns`."""
+
+    id: str
+    name: str | None
+    digest: bytes
+    pepper_version: int
+    last4: str
+    scopes: list[str]
+    status: str
+    created_at: datetime
+    expires_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class NewKey:
+    text: Secret
+    row: KeyRow
+
+
+async def new_key(
+    keyring: Keyring,
+    kind: Kind,
+    scopes: frozenset[str],
+    now: datetime,
+    name: str | None = None,
+    expires_at: datetime | None = None,
+) -> NewKey:
+    """A random key, not yet in any table.
+
+    Raises:
+        SaltUnavailable: the pepper does not open.
+    """
+    digits = random_id(api_keys.ID_DIGITS)
+    text = api_keys.mint(kind, digits, os.urandom(api_keys.SECRET_BYTES))
+    parsed = api_keys.parse(kind, text.reveal())
+    if parsed is None:
+        raise RuntimeError("a key that was just made does not parse")
+    row = KeyRow(
+        id=parsed.id,
+        name=name,
+        digest=await keyring.digest(parsed.secret, PEPPER_VERSION),
+        pepper_version=PEPPER_VERSION,
+        last4=text.reveal()[-4:].decode(),
+        scopes=sorted(scopes),
+        status="active",
+        created_at=now,
+        expires_at=expires_at,
+    )
+    return NewKey(text, row)
+
+
+def random_id(digits: int) -> str:
+    return "".join(secrets.choice(api_keys.ID_ALPHABET) for _ in range(digits))
