@@ -33,9 +33,9 @@ PING_INTERVAL_SECONDS = 1.0
 SILENCE_LIMIT_SECONDS = 5.0
 
 Account = Annotated[bytes, Meta(min_length=ACCOUNT_BYTES, max_length=ACCOUNT_BYTES)]
-RequestId = Annotated[int, Meta(ge=0, lt=1 << 63)]
-Epoch = Annotated[int, Meta(ge=0, lt=1 << 63)]
-Count = Annotated[int, Meta(ge=0, lt=1 << 63)]
+RequestId = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Epoch = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 DType = Literal["fp32", "bf16", "fp16"]
 
 
@@ -47,10 +47,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Base of the values inside messages."""
 
 
-# --- parts -----------------------------------------------------------------------------------------------------
-
-
-class Geometry(Part):
+class Geometry(Part, frozen=True, kw_only=True):
     """What a block of this store is made of: fields of the block-key context.
 
     `rope_context_tokens` is 0 for plain RoPE, else the context the rotary factors were frozen for.
@@ -67,7 +64,7 @@ class Geometry(Part):
     bytes_per_token: Count
 
 
-class Limits(Part):
+class Limits(Part, frozen=True, kw_only=True):
     blocks: Count
     max_context_tokens: Count
     max_running: Count
@@ -75,17 +72,18 @@ class Limits(Part):
     vocabulary_tokens: Count
 
 
-class Sampling(Part):
+class Sampling(Part, frozen=True, kw_only=True):
     """How one request turns logits into tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
-    top_k: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+    top_k: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    seed: Annotated[int, Meta(ge=0, lt=1 << 64)] = 0
-    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(max_length=1024)] = []
+    # msgpack has no integer beyond 64 bits, so the upper bound is the format's.
+    seed: Annotated[int, Meta(ge=0)] = 0
+    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]], Meta(max_length=1024)] = []
 
 
-class Stamps(Part):
+class Stamps(Part, frozen=True, kw_only=True):
     """CLOCK_MONOTONIC of the host, in ns; 0 means it did not happen."""
 
     queued_ns: Count
@@ -94,7 +92,7 @@ class Stamps(Part):
     finished_ns: Count = 0
 
 
-class Counts(Part):
+class Counts(Part, frozen=True, kw_only=True):
     """What a request did. `written_blocks`: full prompt blocks it computed and published."""
 
     prompt_tokens: Count = 0
@@ -106,17 +104,17 @@ class Counts(Part):
     steps: Count = 0
 
 
-# --- gateway → store -------------------------------------------------------------------------------------------
+# --- gateway → store
 
 
-class Hello(Message):
+class Hello(Message, frozen=True, kw_only=True):
     """First message of a connection; answered by `Welcome` or `Refused`."""
 
     protocol: int
     key_version: int
 
 
-class OpenAccount(Message):
+class OpenAccount(Message, frozen=True, kw_only=True):
     """The account's epoch and limits. Idempotent; `epoch` and `revision` each only rise."""
 
     account: Account
@@ -129,20 +127,20 @@ class OpenAccount(Message):
     offload_key: Annotated[bytes, Meta(min_length=32, max_length=32)] | None = None
 
 
-class Fence(Message):
+class Fence(Message, frozen=True, kw_only=True):
     """Everything older than `epoch` leaves the index before `Fenced` is sent."""
 
     account: Account
     epoch: Epoch
 
 
-class DropAccount(Message):
+class DropAccount(Message, frozen=True, kw_only=True):
     """All of an account leaves the index, its running requests are aborted, a tombstone stays."""
 
     account: Account
 
 
-class Submit(Message):
+class Submit(Message, frozen=True, kw_only=True):
     """Start a request.
 
     Attributes:
@@ -159,11 +157,11 @@ class Submit(Message):
     tokens: bytes
     keys: bytes
     sampling: Sampling
-    max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    max_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
     queue_deadline_ns: Count
 
 
-class Seal(Message):
+class Seal(Message, frozen=True, kw_only=True):
     """Names for full blocks from `first_block` on (index within the request); `last` ends the request's hold."""
 
     request: RequestId
@@ -172,37 +170,37 @@ class Seal(Message):
     last: bool = False
 
 
-class Abort(Message):
+class Abort(Message, frozen=True, kw_only=True):
     """Stop now; answered by `Finished{reason: aborted}`. Unknown requests are ignored."""
 
     request: RequestId
 
 
-class Stats(Message):
+class Stats(Message, frozen=True, kw_only=True):
     """Ask for a `StatsReport` now; one is pushed every second anyway."""
 
 
-class Drain(Message):
+class Drain(Message, frozen=True, kw_only=True):
     """Accept no more `Submit`; `Drained` once nothing runs or waits."""
 
 
-# --- both ways -------------------------------------------------------------------------------------------------
+# --- both ways
 
 
-class Ping(Message):
+class Ping(Message, frozen=True, kw_only=True):
     pass
 
 
-class Pong(Message):
+class Pong(Message, frozen=True, kw_only=True):
     """`step_age_ms`: how long ago the engine made a step, 0 when it has no work."""
 
     step_age_ms: Count = 0
 
 
-# --- store → gateway -------------------------------------------------------------------------------------------
+# --- store → gateway
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True, kw_only=True):
     store: str
     model_dir: str
     model_fingerprint: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -212,12 +210,12 @@ class Welcome(Message):
     limits: Limits
 
 
-class Refused(Message):
+class Refused(Message, frozen=True, kw_only=True):
     code: Literal["protocol", "key_version"]
     detail: str
 
 
-class Started(Message):
+class Started(Message, frozen=True, kw_only=True):
     """Admitted, once; a later preemption is only counted. `miss_block`: index of the first block that was not found."""
 
     request: RequestId
@@ -226,13 +224,13 @@ class Started(Message):
     stamps: Stamps
 
 
-class Tokens(Message):
+class Tokens(Message, frozen=True, kw_only=True):
     """One per engine step for all requests of the connection: (request, token ids)."""
 
     entries: list[tuple[int, list[int]]]
 
 
-class Finished(Message):
+class Finished(Message, frozen=True, kw_only=True):
     """Exactly one for each `Submit` that was not `Rejected`; the gateway answers with `Seal{last: true}`."""
 
     request: RequestId
@@ -241,13 +239,13 @@ class Finished(Message):
     counts: Counts
 
 
-class Rejected(Message):
+class Rejected(Message, frozen=True, kw_only=True):
     request: RequestId
     code: Literal["too_long", "over_capacity", "stale_epoch", "unknown_account", "draining", "queue_timeout"]
     detail: str
 
 
-class Fenced(Message):
+class Fenced(Message, frozen=True, kw_only=True):
     """What left the index. `epoch` is that of the `Fence`, None for a `DropAccount`."""
 
     account: Account
@@ -256,7 +254,10 @@ class Fenced(Message):
     bytes: Count
 
 
-class StatsReport(Message):
+class StatsReport(Message, frozen=True, kw_only=True):
+    """The state of the pool and the engine; `pushed` when nobody asked for it."""
+
+    pushed: bool
     total_blocks: Count
     free_blocks: Count
     held_blocks: Count
@@ -270,7 +271,7 @@ class StatsReport(Message):
     evictions: Count
 
 
-class Drained(Message):
+class Drained(Message, frozen=True, kw_only=True):
     pass
 
 

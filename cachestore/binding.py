@@ -1,0 +1,101 @@
+"""The proof that a model computes over the paged cache what it computes alone, made at every load.
+
+A model with recurrent layers, with keys shared between layers, or with attention outside the interface loads without
+complaint and answers nonsense. So before it serves, its logits over 48 random tokens, chunked and packed beside another
+request, are compared with one plain forward.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+
+from cachestore.batch import Batch
+from cachestore.geometry import BlockLayout
+from cachestore.model import KVCache, Model
+from cachestore.protocol import DType, Sampling
+from cachestore.scheduler import Row
+from cachestore.sequence import Sequence
+from cachestore.start_error import StartError
+
+PROBE_TOKENS = 48
+COMPANION_TOKENS = 21
+CHUNK_ENDS = (19, 40, 47, PROBE_TOKENS)
+
+
+def prove_binding(model: Model, layout: BlockLayout, dtype: DType, vocabulary_tokens: int, name: str) -> float:
+    """Compare the paged path with the plain one.
+
+    Returns:
+        The greatest difference of two logits.
+
+    Raises:
+        StartError: they disagree by more than 1e-3 in fp32 or 2 % of the largest logit otherwise, or the model
+            does not call its attention through the interface in every layer.
+    """
+    generator = torch.Generator().manual_seed(48)
+    tokens = torch.randint(0, vocabulary_tokens, (PROBE_TOKENS + COMPANION_TOKENS,), generator=generator)
+    probe, companion = _sequence(tokens[:PROBE_TOKENS]), _sequence(tokens[PROBE_TOKENS:])
+    blocks = [-(-len(sequence.tokens) // layout.block_tokens) for sequence in (probe, companion)]
+    # Highest first: a table in ascending order would hide a kernel that ignores it.
+    probe.table = list(range(sum(blocks) - 1, blocks[1] - 1, -1))
+    companion.table = list(range(blocks[1] - 1, -1, -1))
+    cache = KVCache(layout, sum(blocks), model.dtype, model.device)
+    try:
+        plain = [model.plain_logits(part.to(model.device)) for part in (tokens[:PROBE_TOKENS], tokens[PROBE_TOKENS:])]
+        paged = _paged(model, cache, layout.block_tokens, probe, companion)
+    except StartError:
+        raise
+    except Exception as error:
+        raise StartError(
+            f"{name} can't be served: its attention does not run over the paged cache ({type(error).__name__}: {error}). "
+            "Recurrent layers, keys shared between layers and attention outside transformers' interface are not supported"
+        ) from error
+    difference: float = max((a - b).abs().max().item() for a, b in zip(plain, paged, strict=True))
+    allowed = 1e-3 if dtype == "fp32" else 0.02 * max(logits.abs().max().item() for logits in plain)
+    # Written so that NaN is refused.
+    if not difference <= allowed:
+        raise StartError(
+            f"{name} can't be served: over the paged cache its logits differ by {difference:.3g} from its own (allowed "
+            f"{allowed:.3g} in {dtype}). Recurrent layers, keys shared between layers and attention outside transformers' "
+            "interface are not supported"
+        )
+    return difference
+
+
+def _sequence(tokens: torch.Tensor) -> Sequence:
+    return Sequence(
+        connection=0,
+        request=0,
+        account=b"",
+        epoch=0,
+        tokens=array("I", tokens.tolist()),
+        prompt_tokens=len(tokens),
+        keys=[],
+        sampling=Sampling(temperature=0),
+        stop_token_ids=frozenset(),
+        max_tokens=1,
+        queue_deadline_ns=0,
+        queued_ns=0,
+    )
+
+
+def _paged(
+    model: Model, cache: KVCache, block_tokens: int, probe: Sequence, companion: Sequence
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of both sequences, the probe in chunks and the companion whole in the probe's second step."""
+    parts: list[torch.Tensor] = []
+    beside = torch.empty(0)
+    start = 0
+    for step, end in enumerate(CHUNK_ENDS):
+        rows = [Row(probe, start, end - start, samples=False)]
+        if step == 1:
+            rows.append(Row(companion, 0, len(companion.tokens), samples=False))
+        batch = Batch.from_rows(rows, block_tokens, model.device)
+        logits = model.logits(batch, cache, torch.arange(len(batch.token_ids), device=model.device)).float()
+        parts.append(logits[: end - start])
+        if step == 1:
+            beside = logits[end - start :]
+        start = end
+    return torch.cat(parts), beside

@@ -1,0 +1,284 @@
+"""`saltern store`: checks what can be checked from files and free memory, then loads the model and serves.
+
+Everything up to `_load` runs without torch, so that a wrong option costs one line within seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from cachestore.checkpoint import ELEMENT_BYTES, Checkpoint
+from cachestore.fingerprint import model_tokenizer_fingerprint, model_fingerprint
+from cachestore.geometry import BLOCK_TOKENS, BlockLayout
+from cachestore.memory import available_memory_bytes
+from cachestore.model_source import resolve
+from cachestore.own_kernels import require_own_kernels
+from cachestore.protocol import LAYOUT_VERSION, DType, Geometry, Limits, Welcome
+from cachestore.start_error import StartError
+
+if TYPE_CHECKING:
+    from cachestore.model import ModelRunner
+
+log = logging.getLogger("saltern.store")
+
+Device = Literal["cpu", "cuda"]
+
+GIB = 1 << 30
+DEFAULT_CPU_CACHE_BYTES = 1 << 30
+CUDA_CACHE_SHARE = 0.8
+# What the process needs beside weights and cache: the libraries, and the activations of one step.
+OVERHEAD_BYTES = 600 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """What the operator asked for. None means the default, which depends on the device and the model.
+
+    Attributes:
+        life_descriptor: a pipe that the parent holds open; at its end the store ends. None for a store of its own.
+    """
+
+    model: str | None
+    socket: Path
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    block_tokens: int = 16
+    cache_memory_bytes: int | None = None
+    max_context_tokens: int | None = None
+    max_running: int | None = None
+    step_tokens: int | None = None
+    threads: int | None = None
+    life_descriptor: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """What will be served, decided before torch is imported. `cache_bytes` is None on CUDA by default: it depends on
+    what is free after the weights."""
+
+    checkpoint: Checkpoint
+    device: Device
+    dtype: DType
+    layout: BlockLayout
+    cache_bytes: int | None
+    max_running: int
+    step_tokens: int
+    threads: int
+
+
+def plan_store(options: StoreOptions) -> StorePlan:
+    """Check the options against the model's files and the free memory.
+
+    Raises:
+        StartError: one line with the numbers and the remedy.
+    """
+    require_own_kernels()
+    if options.block_tokens not in BLOCK_TOKENS:
+        raise StartError(f"--block-tokens {options.block_tokens} is not offered: choose from {BLOCK_TOKENS}")
+    device = _device(options.device)
+    dtype: DType = ("fp32" if device == "cpu" else "bf16") if options.dtype == "auto" else options.dtype
+    max_running = options.max_running or (32 if device == "cpu" else 256)
+    step_tokens = options.step_tokens or (256 if device == "cpu" else 2048)
+    if max_running > step_tokens:
+        raise StartError(
+            f"--max-running {max_running} is above --step-tokens {step_tokens}: a step has room for one token of every "
+            "running request; raise --step-tokens or lower --max-running"
+        )
+    checkpoint = Checkpoint.open(resolve(options.model))
+    layout = BlockLayout(
+        layers=checkpoint.layers,
+        kv_heads=checkpoint.kv_heads,
+        key_dim=checkpoint.head_dim,
+        value_dim=checkpoint.value_dim,
+        block_tokens=options.block_tokens,
+        element_bytes=ELEMENT_BYTES[dtype],
+    )
+    cache_bytes = options.cache_memory_bytes
+    if device == "cpu":
+        cache_bytes = DEFAULT_CPU_CACHE_BYTES if cache_bytes is None else cache_bytes
+        _check_memory(cache_bytes, checkpoint.weight_bytes(dtype), available_memory_bytes(), "free memory")
+    if cache_bytes is not None:
+        _max_context_tokens(options, checkpoint, _blocks(layout, cache_bytes), options.block_tokens)
+    threads = options.threads or physical_cores()
+    return StorePlan(checkpoint, device, dtype, layout, cache_bytes, max_running, step_tokens, threads)
+
+
+def _device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
+    # Only the driver's own files: asking CUDA itself takes torch and seconds.
+    present = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
+    if wanted == "cuda" and not present:
+        raise StartError("--device cuda, and no NVIDIA driver is loaded on this machine: use --device cpu, or load it")
+    return "cuda" if present and wanted != "cpu" else "cpu"
+
+
+def _check_memory(cache_bytes: int, weight_bytes: int, available_bytes: int, where: str) -> None:
+    needed = cache_bytes + weight_bytes + OVERHEAD_BYTES
+    if needed > available_bytes:
+        room = max(0, available_bytes - weight_bytes - OVERHEAD_BYTES)
+        remedy = f"--cache-memory {room / GIB:.2f}GiB or less fits" if room else "use a smaller model or --dtype bf16"
+        raise StartError(
+            f"a cache of {cache_bytes / GIB:.2f} GiB with {weight_bytes / GIB:.2f} GiB of weights and "
+            f"{OVERHEAD_BYTES / GIB:.2f} GiB to work in needs {needed / GIB:.2f} GiB, and {where} is "
+            f"{available_bytes / GIB:.2f} GiB: {remedy}"
+        )
+
+
+def _blocks(layout: BlockLayout, cache_bytes: int) -> int:
+    blocks = layout.blocks_in(cache_bytes)
+    if blocks < 1:
+        raise StartError(
+            f"a cache of {cache_bytes} bytes holds no block of {layout.block_bytes} bytes "
+            f"({layout.block_tokens} tokens): raise --cache-memory"
+        )
+    return blocks
+
+
+def _max_context_tokens(options: StoreOptions, checkpoint: Checkpoint, blocks: int, block_tokens: int) -> int:
+    pool_tokens = blocks * block_tokens
+    most = min(checkpoint.max_position_tokens, pool_tokens)
+    wanted = options.max_context_tokens
+    if wanted is None:
+        return most
+    if wanted > most:
+        limit = (
+            f"the cache holds {pool_tokens} tokens: raise --cache-memory, or lower it"
+            if wanted > pool_tokens
+            else f"the model was made for {checkpoint.max_position_tokens}: lower it"
+        )
+        raise StartError(f"--max-context {wanted} is too long, {limit}")
+    return wanted
+
+
+def physical_cores() -> int:
+    """Cores this process may run on, hyperthreads of one core counted once."""
+    allowed = os.sched_getaffinity(0)
+    cores = set()
+    for cpu in allowed:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
+    return max(1, len(cores))
+
+
+def run_store(options: StoreOptions, version: str, say: Callable[[str], None]) -> None:
+    """Serve until SIGTERM, SIGINT or the end of the parent's pipe.
+
+    Raises:
+        StartError: one line with the numbers and the remedy.
+    """
+    if options.life_descriptor is not None:
+        threading.Thread(target=_end_with_parent, args=(options.life_descriptor,), daemon=True).start()
+    plan = plan_store(options)
+    fingerprint = model_fingerprint(plan.checkpoint)
+    tokenizer = model_tokenizer_fingerprint(plan.checkpoint.directory)
+    # Threads that wait for their next piece of work by spinning slow every other process on these cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    runner, limits, device_name = _load(plan, options)
+    layout = plan.layout
+    geometry = Geometry(
+        layers=layout.layers,
+        kv_heads=layout.kv_heads,
+        key_dim=layout.key_dim,
+        value_dim=layout.value_dim,
+        block_tokens=layout.block_tokens,
+        kv_dtype=plan.dtype,
+        layout_version=LAYOUT_VERSION,
+        rope_context_tokens=limits.max_context_tokens if plan.checkpoint.needs_rope_context else 0,
+        bytes_per_token=layout.bytes_per_token,
+    )
+    welcome = Welcome(
+        store=secrets.token_hex(8),
+        model_dir=str(plan.checkpoint.directory),
+        model_fingerprint=fingerprint,
+        tokenizer_fingerprint=tokenizer,
+        geometry=geometry,
+        dtype=plan.dtype,
+        limits=limits,
+    )
+    tokens = limits.blocks * layout.block_tokens
+    say(
+        f"saltern store {version}: {plan.checkpoint.directory.name} in {plan.dtype} on {device_name}, cache of {tokens} "
+        f"tokens ({limits.blocks} blocks of {layout.block_tokens}, the smallest prefix that is reused), context "
+        f"{limits.max_context_tokens}, {options.socket}"
+    )
+    asyncio.run(_serve(options.socket, welcome, runner, layout))
+
+
+def _load(plan: StorePlan, options: StoreOptions) -> tuple[ModelRunner, Limits, str]:
+    import torch
+
+    from cachestore.binding import prove_binding
+    from cachestore.model import KVCache, Model, ModelRunner
+
+    torch.set_num_threads(plan.threads)
+    if plan.device == "cuda" and not torch.cuda.is_available():
+        raise StartError("an NVIDIA driver is loaded, but this build of torch finds no CUDA device: use --device cpu")
+    device = torch.device(plan.device)
+    checkpoint, layout = plan.checkpoint, plan.layout
+    cache_bytes = plan.cache_bytes
+    frozen_for = options.max_context_tokens or checkpoint.max_position_tokens
+    if cache_bytes is not None:
+        frozen_for = _max_context_tokens(options, checkpoint, _blocks(layout, cache_bytes), layout.block_tokens)
+    started = time.monotonic()
+    model = Model(checkpoint.directory, dtype=plan.dtype, device=device, max_context_tokens=frozen_for)
+    difference = prove_binding(
+        model, layout, plan.dtype, checkpoint.vocabulary_tokens, checkpoint.directory.name
+    )
+    log.info(
+        "model loaded and bound in %.1f s, greatest difference of a logit %.2g", time.monotonic() - started, difference
+    )
+    if cache_bytes is None:
+        cache_bytes = int(CUDA_CACHE_SHARE * torch.cuda.mem_get_info(device)[0])
+    elif plan.device == "cuda":
+        _check_memory(cache_bytes, 0, torch.cuda.mem_get_info(device)[0], "free memory on the device")
+    blocks = _blocks(layout, cache_bytes)
+    limits = Limits(
+        blocks=blocks,
+        max_context_tokens=_max_context_tokens(options, checkpoint, blocks, layout.block_tokens),
+        max_running=plan.max_running,
+        step_tokens=plan.step_tokens,
+        vocabulary_tokens=checkpoint.vocabulary_tokens,
+    )
+    cache = KVCache(layout, blocks, model.dtype, device)
+    return ModelRunner(model, cache, layout.block_tokens), limits, plan.device
+
+
+async def _serve(socket: Path, welcome: Welcome, runner: ModelRunner, layout: BlockLayout) -> None:
+    from cachestore.engine import Engine
+    from cachestore.server import StoreServer
+
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    server = StoreServer(
+        socket,
+        welcome,
+        lambda emit: Engine(
+            runner,
+            limits=welcome.limits,
+            block_tokens=layout.block_tokens,
+            block_bytes=layout.block_bytes,
+            emit=emit,
+            clock_ns=time.monotonic_ns,
+        ),
+    )
+    await server.serve(stopped)
+
+
+def _end_with_parent(descriptor: int) -> None:
+    """Wait for the end of the parent's pipe, then end as on SIGTERM, or at once where that is not heard."""
+    while os.read(descriptor, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(3)
+    os._exit(1)

@@ -1,0 +1,327 @@
+"""The asyncio client of a store: one connection, many requests.
+
+    StoreError
+    ├── StoreLost      the connection is gone; every request of it ended
+    └── StoreRefused   the store does not speak with us, and why
+
+It knows nothing of tenants; whoever holds it speaks to *a* store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cachestore.protocol import (
+    HEADER_BYTES,
+    KEY_VERSION,
+    MAX_FRAME_TO_GATEWAY_BYTES,
+    MAX_FRAME_TO_STORE_BYTES,
+    MAX_UNSENT_BYTES,
+    PING_INTERVAL_SECONDS,
+    PROTOCOL,
+    SILENCE_LIMIT_SECONDS,
+    Abort,
+    DropAccount,
+    Fence,
+    Fenced,
+    Finished,
+    Hello,
+    Message,
+    OpenAccount,
+    Ping,
+    Pong,
+    ProtocolError,
+    Refused,
+    Rejected,
+    Sampling,
+    Seal,
+    Started,
+    Stats,
+    StatsReport,
+    Submit,
+    ToGateway,
+    Tokens,
+    Welcome,
+    decode_to_gateway,
+    encode_frame,
+    frame_length,
+)
+
+log = logging.getLogger("saltern.gateway")
+
+Event = Started | list[int] | Finished | Rejected
+
+
+class StoreError(Exception):
+    """Base of what a store connection can raise."""
+
+
+class StoreLost(StoreError):
+    """The connection is gone. What ran on it has ended and may be sent again."""
+
+
+class StoreRefused(StoreError):
+    """The store answered `Hello` with a refusal."""
+
+
+class StoreRequest:
+    """One submitted request: its events in order, ending with `Finished`, `Rejected` or `StoreLost`.
+
+    Tokens that arrive faster than they are taken are handed out together.
+    """
+
+    def __init__(self, client: StoreClient, request: int, prompt_blocks: int) -> None:
+        self._client = client
+        self._request = request
+        self._sealed_blocks = prompt_blocks
+        self._events: deque[Event] = deque()
+        self._arrived = asyncio.Event()
+        self._lost = False
+        self.finished: Finished | None = None
+
+    def put(self, event: Event) -> None:
+        if isinstance(event, list) and self._events and isinstance(last := self._events[-1], list):
+            last.extend(event)
+        else:
+            self._events.append(event)
+        if isinstance(event, Finished):
+            self.finished = event
+        self._arrived.set()
+
+    def lose(self) -> None:
+        self._lost = True
+        self._arrived.set()
+
+    async def next(self) -> Event:
+        """The next event. Raises StoreLost when the connection went before it came."""
+        while not self._events:
+            if self._lost:
+                raise StoreLost("the store went away while the request ran")
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._events.popleft()
+
+    def seal(self, keys: list[bytes], *, last: bool = False) -> None:
+        """Name the next full blocks; the last call, after `Finished`, lets the store release the request."""
+        self._client.send_if_open(
+            Seal(request=self._request, first_block=self._sealed_blocks, keys=b"".join(keys), last=last)
+        )
+        self._sealed_blocks += len(keys)
+        if last:
+            self._client.forget(self._request)
+
+    def abort(self) -> None:
+        """Stop it; `Finished` follows unless it came already."""
+        self._client.send_if_open(Abort(request=self._request))
+
+
+class StoreClient:
+    """A connection to a store. Made by `connect`; `closed` is set when it is gone, whatever the cause."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: Welcome) -> None:
+        self.welcome = welcome
+        self.closed = asyncio.Event()
+        self.step_age_ms = 0
+        self.report: StatsReport | None = None
+        self._reader = reader
+        self._writer = writer
+        self._requests: dict[int, StoreRequest] = {}
+        self._numbers = itertools.count(1)
+        self._fences: dict[tuple[bytes, int | None], deque[asyncio.Future[Fenced]]] = {}
+        self._reports: deque[asyncio.Future[StatsReport]] = deque()
+        self._opened: dict[bytes, int] = {}
+        self._heard_at = time.monotonic()
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+
+    @classmethod
+    async def connect(cls, path: Path) -> StoreClient:
+        """Raises StoreLost when nobody serves there, StoreRefused when the store does not speak with us."""
+        try:
+            async with asyncio.timeout(SILENCE_LIMIT_SECONDS):
+                reader, writer = await asyncio.open_unix_connection(str(path))
+                try:
+                    hello = Hello(protocol=PROTOCOL, key_version=KEY_VERSION)
+                    writer.write(encode_frame(hello, MAX_FRAME_TO_STORE_BYTES))
+                    answer = await _receive(reader)
+                except BaseException:
+                    writer.transport.abort()
+                    raise
+        except (OSError, TimeoutError, EOFError, ProtocolError) as error:
+            raise StoreLost(f"no store at {path}: {error or type(error).__name__}") from None
+        if isinstance(answer, Welcome):
+            return cls(reader, writer, answer)
+        writer.transport.abort()
+        if isinstance(answer, Refused):
+            raise StoreRefused(answer.detail)
+        raise StoreLost(f"{path} answered Hello with {type(answer).__name__}")
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._end()
+
+    def submit(
+        self,
+        *,
+        account: bytes,
+        epoch: int,
+        tokens: bytes,
+        keys: list[bytes],
+        sampling: Sampling,
+        max_tokens: int,
+        queue_deadline_ns: int,
+    ) -> StoreRequest:
+        """Start a request; opens the account at that epoch first where this connection has not.
+
+        Raises:
+            StoreLost: the connection is gone.
+        """
+        if self._opened.get(account, -1) < epoch:
+            self.open_account(account, epoch)
+        number = next(self._numbers)
+        request = StoreRequest(self, number, len(keys))
+        self._send(
+            Submit(
+                request=number,
+                account=account,
+                epoch=epoch,
+                tokens=tokens,
+                keys=b"".join(keys),
+                sampling=sampling,
+                max_tokens=max_tokens,
+                queue_deadline_ns=queue_deadline_ns,
+            )
+        )
+        self._requests[number] = request
+        return request
+
+    def open_account(self, account: bytes, epoch: int) -> None:
+        self._send(OpenAccount(account=account, epoch=epoch))
+        self._opened[account] = epoch
+
+    async def fence(self, account: bytes, epoch: int) -> Fenced:
+        """Make everything older than `epoch` unreachable. Raises StoreLost when no answer came."""
+        return await self._fenced(account, epoch, Fence(account=account, epoch=epoch))
+
+    async def drop_account(self, account: bytes) -> Fenced:
+        """Make all of the account unreachable for good. Raises StoreLost when no answer came."""
+        self._opened.pop(account, None)
+        return await self._fenced(account, None, DropAccount(account=account))
+
+    async def _fenced(self, account: bytes, epoch: int | None, message: Message) -> Fenced:
+        future: asyncio.Future[Fenced] = asyncio.get_running_loop().create_future()
+        self._send(message)
+        self._fences.setdefault((account, epoch), deque()).append(future)
+        return await future
+
+    async def stats(self) -> StatsReport:
+        """Raises StoreLost when no answer came."""
+        future: asyncio.Future[StatsReport] = asyncio.get_running_loop().create_future()
+        self._send(Stats())
+        self._reports.append(future)
+        return await future
+
+    def forget(self, request: int) -> None:
+        self._requests.pop(request, None)
+
+    def send_if_open(self, message: Message) -> None:
+        """What a lost store no longer needs to hear is dropped."""
+        with contextlib.suppress(StoreLost):
+            self._send(message)
+
+    def _send(self, message: Message) -> None:
+        if self.closed.is_set():
+            raise StoreLost("the store is not connected")
+        self._writer.write(encode_frame(message, MAX_FRAME_TO_STORE_BYTES))
+        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            log.warning("store connection closed: it does not read")
+            self._end()
+            raise StoreLost("the store does not read")
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                self._take(await _receive(self._reader))
+                self._heard_at = time.monotonic()
+        except ProtocolError as error:
+            log.error("store connection closed: %s", error)
+        except (EOFError, OSError):
+            pass
+        finally:
+            self._end()
+
+    def _take(self, message: ToGateway) -> None:
+        match message:
+            case Tokens():
+                for number, tokens in message.entries:
+                    if request := self._requests.get(number):
+                        request.put(tokens)
+            case Started() | Finished() | Rejected():
+                if request := self._requests.get(message.request):
+                    request.put(message)
+                    if isinstance(message, Rejected):
+                        self.forget(message.request)
+            case Fenced():
+                waiting = self._fences.get((message.account, message.epoch))
+                if waiting:
+                    future = waiting.popleft()
+                    if not future.done():
+                        future.set_result(message)
+                    if not waiting:
+                        del self._fences[message.account, message.epoch]
+            case StatsReport():
+                self.report = message
+                # A pushed report may be older than what was asked for after it.
+                if not message.pushed and self._reports:
+                    report = self._reports.popleft()
+                    if not report.done():
+                        report.set_result(message)
+            case Ping():
+                self.send_if_open(Pong())
+            case Pong():
+                self.step_age_ms = message.step_age_ms
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(PING_INTERVAL_SECONDS)
+            if time.monotonic() - self._heard_at > SILENCE_LIMIT_SECONDS:
+                log.warning("store connection closed: silent for over %g s", SILENCE_LIMIT_SECONDS)
+                self._end()
+                return
+            self.send_if_open(Ping())
+
+    def _end(self) -> None:
+        if self.closed.is_set():
+            return
+        self.closed.set()
+        self._writer.transport.abort()
+        for request in self._requests.values():
+            request.lose()
+        self._requests.clear()
+        waiting: list[asyncio.Future[Any]] = [*itertools.chain.from_iterable(self._fences.values()), *self._reports]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(StoreLost("the store went away before it answered"))
+        self._fences.clear()
+        self._reports.clear()
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+
+async def _receive(reader: asyncio.StreamReader) -> ToGateway:
+    """Raises EOFError at the end of the stream, ProtocolError for a bad frame."""
+    length = frame_length(await reader.readexactly(HEADER_BYTES), MAX_FRAME_TO_GATEWAY_BYTES)
+    try:
+        return decode_to_gateway(await reader.readexactly(length))
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a frame of {length} bytes is no message: {error}") from None

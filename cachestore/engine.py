@@ -1,0 +1,353 @@
+"""The step loop: commands in, events out, one thread, no sockets.
+
+Between steps commands are applied; a step is plan → launch → collect → account. What the engine has to say is handed to
+`emit(connection, message)`, which never blocks.
+
+A block is published when it has a name, the step that wrote it has been collected, and its account and epoch are
+open; publication comes before the `Tokens` message of that step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from typing import Any, Literal, Protocol
+
+from cachestore.blocks import BlockPool
+from cachestore.index import BlockName, PrefixIndex
+from cachestore.protocol import (
+    KEY_BYTES,
+    TOKEN_BYTES,
+    Abort,
+    DropAccount,
+    Fence,
+    Fenced,
+    Finished,
+    Limits,
+    Message,
+    OpenAccount,
+    ProtocolError,
+    Rejected,
+    Seal,
+    Started,
+    StatsReport,
+    Submit,
+    Tokens,
+)
+from cachestore.scheduler import Row, Scheduler, StepPlan
+from cachestore.sequence import Phase, Sequence, split_keys
+
+log = logging.getLogger("saltern.store")
+
+# How long an ended request keeps its full blocks for the names that the gateway still owes it.
+SEAL_WAIT_NS = 1_000_000_000
+
+
+class Runner(Protocol):
+    """Computes a step. `launch` starts it, `collect` waits for it: "completed" always means collected."""
+
+    def launch(self, rows: List[Row]) -> Any: ...
+
+    def collect(self, in_flight: Any) -> list[int]:
+        """One sampled token for each row that samples, in order of the rows."""
+        ...
+
+
+class Engine:
+    """All state of the store but the tensors. Not thread-safe: one thread calls everything."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        limits: Limits,
+        block_tokens: int,
+        block_bytes: int,
+        emit: Callable[[int, Message], None],
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self.runner = runner
+        self.limits = limits
+        self.block_tokens = block_tokens
+        self.block_bytes = block_bytes
+        self.index = PrefixIndex()
+        self.pool = BlockPool(limits.blocks, self.index)
+        self.scheduler = Scheduler(
+            self.pool,
+            block_tokens=block_tokens,
+            step_tokens=limits.step_tokens,
+            max_running=limits.max_running,
+            reclaim=self._reclaim_ended,
+        )
+        self.steps = 0
+        self.computed_tokens = 0
+        self.draining = False
+        self._emit = emit
+        self._clock_ns = clock_ns
+        self._sequences: dict[tuple[int, int], Sequence] = {}
+        # In order of ending, so the first is the first whose wait is over.
+        self._ended: dict[tuple[int, int], Sequence] = {}
+
+    # --- commands
+
+    def open_account(self, message: OpenAccount) -> None:
+        """Raises ProtocolError for limits that this version does not enforce."""
+        if message.reserved_blocks or message.max_blocks is not None or message.weight != 1.0 or message.strict:
+            raise ProtocolError("limits of an account are not enforced by this version of the store")
+        self.pool.forget(self.index.raise_epoch(message.account, message.epoch))
+
+    def fence(self, connection: int, message: Fence) -> None:
+        """Everything older than the epoch leaves the index; requests that run keep the blocks they hold."""
+        dropped = self.index.raise_epoch(message.account, message.epoch)
+        self.pool.forget(dropped)
+        self._emit(connection, self._fenced(message.account, message.epoch, len(dropped)))
+
+    def drop_account(self, connection: int, message: DropAccount) -> None:
+        """All of the account leaves the index and its requests are aborted; it never comes back."""
+        for sequence in [s for s in self._sequences.values() if s.account == message.account]:
+            self._abort(sequence)
+        dropped = self.index.drop(message.account)
+        self.pool.forget(dropped)
+        self._emit(connection, self._fenced(message.account, None, len(dropped)))
+
+    def _fenced(self, account: bytes, epoch: int | None, blocks: int) -> Fenced:
+        return Fenced(account=account, epoch=epoch, blocks=blocks, bytes=blocks * self.block_bytes)
+
+    def submit(self, connection: int, message: Submit) -> None:
+        """Queue a request, or answer `Rejected`.
+
+        Raises:
+            ProtocolError: the id is in use, the tokens are no whole ids of the vocabulary, or the keys don't cover
+                exactly the prompt's full blocks.
+        """
+        if (connection, message.request) in self._sequences:
+            raise ProtocolError("a request id is used twice at once")
+        if not message.tokens or len(message.tokens) % TOKEN_BYTES:
+            raise ProtocolError(f"{len(message.tokens)} bytes are no list of 4-byte token ids")
+        sequence = Sequence.from_submit(connection, message, self._clock_ns())
+        if max(sequence.tokens) >= self.limits.vocabulary_tokens:
+            raise ProtocolError("a token id is outside the vocabulary")
+        if len(message.keys) != sequence.prompt_tokens // self.block_tokens * KEY_BYTES:
+            raise ProtocolError("a prompt needs one key for each of its full blocks")
+        if rejection := self._rejection(sequence):
+            self._emit(connection, rejection)
+            return
+        self.pool.forget(self.index.raise_epoch(message.account, message.epoch))
+        self._sequences[connection, message.request] = sequence
+        self.scheduler.enqueue(sequence)
+
+    def _rejection(self, sequence: Sequence) -> Rejected | None:
+        def rejected(
+            code: Literal["too_long", "over_capacity", "stale_epoch", "unknown_account", "draining"], detail: str
+        ) -> Rejected:
+            return Rejected(request=sequence.request, code=code, detail=detail)
+
+        epoch = self.index.epoch(sequence.account)
+        if epoch is None:
+            return rejected("unknown_account", "the account is not open")
+        if sequence.epoch < epoch:
+            return rejected("stale_epoch", f"epoch {sequence.epoch} is older than {epoch}")
+        if self.draining:
+            return rejected("draining", "the store is draining")
+        asked = f"{sequence.prompt_tokens} prompt tokens and at most {sequence.max_tokens} new ones"
+        if sequence.prompt_tokens + sequence.max_tokens > self.limits.max_context_tokens:
+            return rejected("too_long", f"{asked} exceed the context of {self.limits.max_context_tokens}")
+        if self.scheduler.blocks_for(sequence.final_tokens) > self.limits.blocks:
+            pool_tokens = self.limits.blocks * self.block_tokens
+            return rejected("over_capacity", f"{asked} exceed the cache of {pool_tokens} tokens")
+        return None
+
+    def seal(self, connection: int, message: Seal) -> None:
+        """Take names for generated blocks; the last `Seal` ends the request's hold on its blocks.
+
+        Raises:
+            ProtocolError: the names don't follow the last one given, or name blocks that no token was sent for.
+        """
+        sequence = self._sequences.get((connection, message.request))
+        if sequence is None:
+            return
+        if message.first_block != len(sequence.keys) or len(message.keys) % KEY_BYTES:
+            raise ProtocolError(f"a Seal at block {message.first_block} where block {len(sequence.keys)} is next")
+        keys = split_keys(message.keys)
+        if len(sequence.keys) + len(keys) > len(sequence.tokens) // self.block_tokens:
+            raise ProtocolError("a Seal names blocks that are not full")
+        if message.last and sequence.phase is not Phase.ENDED:
+            raise ProtocolError("the last Seal came before Finished")
+        sequence.keys += keys
+        self._publish(sequence)
+        if message.last:
+            self._release_ended(sequence)
+
+    def abort(self, connection: int, message: Abort) -> None:
+        if sequence := self._sequences.get((connection, message.request)):
+            self._abort(sequence)
+
+    def disconnect(self, connection: int) -> None:
+        """The gateway is gone: its requests end and hold nothing."""
+        for sequence in [s for s in self._sequences.values() if s.connection == connection]:
+            self._abort(sequence)
+            self._release_ended(sequence)
+
+    def stats(self, *, pushed: bool) -> StatsReport:
+        return StatsReport(
+            pushed=pushed,
+            total_blocks=self.pool.total,
+            free_blocks=self.pool.free,
+            held_blocks=self.pool.held,
+            cached_blocks=self.pool.cached,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            ended=len(self._ended),
+            steps=self.steps,
+            computed_tokens=self.computed_tokens,
+            preemptions=self.scheduler.preemptions,
+            evictions=self.pool.evictions,
+        )
+
+    # --- steps
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def next_deadline_ns(self) -> int | None:
+        """When `expire` next has something to do, apart from steps."""
+        first = next(iter(self._ended.values()), None)
+        return first.finished_ns + SEAL_WAIT_NS if first else None
+
+    def expire(self) -> None:
+        """End what has waited too long: queued requests past their deadline, ended ones without their last `Seal`."""
+        now_ns = self._clock_ns()
+        for sequence in [s for s in self._ended.values() if s.finished_ns + SEAL_WAIT_NS <= now_ns]:
+            self._release_ended(sequence)
+        # A preempted request was admitted once: its client is already being answered.
+        for sequence in [s for s in self.scheduler.waiting if not s.started_ns and s.queue_deadline_ns <= now_ns]:
+            self.scheduler.remove(sequence)
+            del self._sequences[sequence.connection, sequence.request]
+            waited = (now_ns - sequence.queued_ns) / 1e9
+            detail = f"waited {waited:.1f} s for {self.scheduler.blocks_for(len(sequence.tokens))} blocks"
+            self._emit(sequence.connection, Rejected(request=sequence.request, code="queue_timeout", detail=detail))
+
+    def step(self) -> None:
+        """Compute one step, if there is anything to compute."""
+        plan = self.scheduler.plan()
+        self._announce(plan)
+        if not plan.rows:
+            return
+        try:
+            sampled = self.runner.collect(self.runner.launch(plan.rows))
+        except Exception as error:
+            # The blocks of this step hold nothing that can be trusted; those published before it do.
+            log.error("a step of %d rows failed: %s", len(plan.rows), type(error).__name__, exc_info=error)
+            for row in plan.rows:
+                self._finish(row.sequence, "error")
+                self._release_ended(row.sequence)
+            return
+        self.steps += 1
+        self._account(plan.rows, sampled)
+
+    def _announce(self, plan: StepPlan) -> None:
+        for sequence in plan.started:
+            sequence.started_ns = self._clock_ns()
+            sequence.cached_tokens = sequence.computed_tokens
+            full = sequence.prompt_tokens // self.block_tokens
+            started = Started(
+                request=sequence.request,
+                cached_tokens=sequence.cached_tokens,
+                miss_block=sequence.adopted_blocks if sequence.adopted_blocks < full else None,
+                stamps=sequence.stamps,
+            )
+            self._emit(sequence.connection, started)
+
+    def _account(self, rows: list[Row], sampled: list[int]) -> None:
+        tokens: dict[int, list[tuple[int, list[int]]]] = {}
+        ended: list[tuple[Sequence, Literal["stop", "length"]]] = []
+        samples = iter(sampled)
+        for row in rows:
+            sequence = row.sequence
+            sequence.computed_tokens += row.count
+            sequence.total_computed_tokens += row.count
+            sequence.steps += 1
+            self.computed_tokens += row.count
+            self._publish(sequence)
+            if not row.samples:
+                continue
+            token = next(samples)
+            sequence.tokens.append(token)
+            sequence.first_token_ns = sequence.first_token_ns or self._clock_ns()
+            tokens.setdefault(sequence.connection, []).append((sequence.request, [token]))
+            if token in sequence.stop_token_ids:
+                ended.append((sequence, "stop"))
+            elif sequence.output_tokens == sequence.max_tokens:
+                ended.append((sequence, "length"))
+        for connection, entries in tokens.items():
+            self._emit(connection, Tokens(entries=entries))
+        for sequence, reason in ended:
+            self._finish(sequence, reason)
+
+    def _publish(self, sequence: Sequence) -> None:
+        full = min(sequence.computed_tokens // self.block_tokens, len(sequence.keys))
+        if full <= sequence.published_blocks or not self.index.is_open(sequence.account, sequence.epoch):
+            return
+        for position in range(sequence.published_blocks, full):
+            block = sequence.table[position]
+            name = BlockName(sequence.account, sequence.epoch, sequence.keys[position])
+            sequence.table[position] = self.pool.publish(block, name)
+            # After a preemption a block is written again, but it was paid for once.
+            if sequence.table[position] == block and position >= sequence.written_until_block:
+                sequence.written_until_block = position + 1
+                sequence.written_blocks += position < sequence.prompt_tokens // self.block_tokens
+        sequence.published_blocks = full
+
+    # --- endings
+
+    def _abort(self, sequence: Sequence) -> None:
+        if sequence.phase is not Phase.ENDED:
+            self._finish(sequence, "aborted")
+
+    def _finish(self, sequence: Sequence, reason: Literal["stop", "length", "aborted", "error"]) -> None:
+        """Say `Finished` and keep the full blocks, whole chain, until their names have come.
+
+        The chain stays whole so that a name that comes late never names a block whose parent was evicted.
+        """
+        self.scheduler.remove(sequence)
+        full = sequence.computed_tokens // self.block_tokens
+        self.pool.release(sequence.table[full:])
+        del sequence.table[full:]
+        sequence.phase = Phase.ENDED
+        sequence.finished_ns = self._clock_ns()
+        self._ended[sequence.connection, sequence.request] = sequence
+        finished = Finished(
+            request=sequence.request, reason=reason, stamps=sequence.stamps, counts=sequence.counts
+        )
+        self._emit(sequence.connection, finished)
+
+    def _release_ended(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.table)
+        sequence.table = []
+        del self._ended[sequence.connection, sequence.request]
+        del self._sequences[sequence.connection, sequence.request]
+
+    def _reclaim_ended(self) -> None:
+        for sequence in list(self._ended.values()):
+            self._release_ended(sequence)
+
+    def check(self) -> None:
+        """Raise AssertionError unless blocks, index, tables and phases agree. For tests."""
+        self.pool.check(sequence.table for sequence in self._sequences.values())
+        waiting, running = list(self.scheduler.waiting), self.scheduler.running
+        assert len(waiting) + len(running) + len(self._ended) == len(self._sequences)
+        for sequence in waiting:
+            assert sequence.phase is Phase.WAITING
+            assert not sequence.table
+        for sequence in running:
+            assert sequence.phase is Phase.RUNNING
+            assert len(sequence.table) * self.block_tokens >= sequence.computed_tokens
+        for sequence in self._ended.values():
+            assert sequence.phase is Phase.ENDED
+        for sequence in self._sequences.values():
+            if self.index.is_open(sequence.account, sequence.epoch):
+                for position in range(sequence.published_blocks):
+                    name = self.pool.name(sequence.table[position]) if sequence.table else None
+                    assert not sequence.table or name == (sequence.account, sequence.epoch, sequence.keys[position])

@@ -1,0 +1,102 @@
+"""From the name of a block to the block: (account, epoch, key) → block number.
+
+Only the highest epoch ever seen of an account is indexed, so "all three must match" is one comparison of the epoch
+and one dictionary of that account; a fence is dropping that dictionary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class BlockName(NamedTuple):
+    account: bytes
+    epoch: int
+    key: bytes
+
+
+@dataclass(slots=True)
+class _Account:
+    epoch: int
+    blocks: dict[bytes, int] = field(default_factory=dict)
+
+
+class PrefixIndex:
+    """The names of all blocks that can be reused. Owns no block: the pool adds and removes names."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[bytes, _Account] = {}
+        # Accounts that were dropped: a message on its way must not bring one back.
+        self._tombstones: set[bytes] = set()
+
+    def __len__(self) -> int:
+        return sum(len(account.blocks) for account in self._accounts.values())
+
+    def names(self) -> Iterator[tuple[BlockName, int]]:
+        for name, account in self._accounts.items():
+            for key, block in account.blocks.items():
+                yield BlockName(name, account.epoch, key), block
+
+    def epoch(self, account: bytes) -> int | None:
+        """The highest epoch seen, None for an account that was never opened or was dropped."""
+        known = self._accounts.get(account)
+        return known.epoch if known else None
+
+    def is_open(self, account: bytes, epoch: int) -> bool:
+        return self.epoch(account) == epoch
+
+    def raise_epoch(self, account: bytes, epoch: int) -> list[int]:
+        """Open the account at `epoch` or a higher one it already has.
+
+        Returns:
+            The blocks that lost their names because the epoch rose.
+        """
+        if account in self._tombstones:
+            return []
+        known = self._accounts.get(account)
+        if known is None:
+            self._accounts[account] = _Account(epoch)
+            return []
+        if epoch <= known.epoch:
+            return []
+        self._accounts[account] = _Account(epoch)
+        return list(known.blocks.values())
+
+    def drop(self, account: bytes) -> list[int]:
+        """Forget the account for good. Returns the blocks that lost their names."""
+        self._tombstones.add(account)
+        known = self._accounts.pop(account, None)
+        return list(known.blocks.values()) if known else []
+
+    def get(self, name: BlockName) -> int | None:
+        known = self._accounts.get(name.account)
+        if known is None or known.epoch != name.epoch:
+            return None
+        return known.blocks.get(name.key)
+
+    def match(self, account: bytes, epoch: int, keys: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest run of `keys`, from the first on, that are all indexed."""
+        known = self._accounts.get(account)
+        if known is None or known.epoch != epoch:
+            return []
+        found: list[int] = []
+        for key in keys:
+            block = known.blocks.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def add(self, name: BlockName, block: int) -> None:
+        """Raises ValueError when the account is not open at that epoch or the name is taken."""
+        known = self._accounts.get(name.account)
+        if known is None or known.epoch != name.epoch:
+            raise ValueError("a name of an account or epoch that is not open")
+        if known.blocks.setdefault(name.key, block) != block:
+            raise ValueError(f"the name of block {block} already belongs to block {known.blocks[name.key]}")
+
+    def remove(self, name: BlockName) -> None:
+        """Raises KeyError for a name that is not indexed."""
+        del self._accounts[name.account].blocks[name.key]
