@@ -1,0 +1,98 @@
+"""What callers of the kernels must keep to, checked the same way for every backend.
+
+The checks of shapes and dtypes read no tensor's content, so they cost no host sync.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+
+def check_write(
+    k: torch.Tensor, v: torch.Tensor, k_blocks: torch.Tensor, v_blocks: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Raises:
+    ValueError: new keys and values that do not fit the blocks, or slots that do not fit them.
+    """
+    _check_blocks(k_blocks, v_blocks)
+    _check("k", k, (len(k), *k_blocks.shape[2:]), k_blocks.dtype)
+    _check("v", v, (len(k), *v_blocks.shape[2:]), v_blocks.dtype)
+    _check("slots", slots, (len(k),), torch.int64)
+
+
+def check_attention(
+    q: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lengths: torch.Tensor,
+    *,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Raises:
+    ValueError: shapes, dtypes or options that do not fit together.
+    """
+    _check_blocks(k_blocks, v_blocks)
+    tokens, query_heads, _ = q.shape
+    sequences, entries = block_tables.shape
+    kv_heads, key_dim = k_blocks.shape[2:]
+    if query_heads % kv_heads:
+        raise ValueError(f"{query_heads} query heads are no multiple of {kv_heads} kv heads")
+    _check("q", q, (tokens, query_heads, key_dim), k_blocks.dtype)
+    _check("out", out, (tokens, query_heads, v_blocks.shape[3]), q.dtype)
+    _check("block_tables", block_tables, (sequences, entries), torch.int32)
+    _check("query_starts", query_starts, (sequences + 1,), torch.int32)
+    _check("context_lengths", context_lengths, (sequences,), torch.int32)
+    if lse is not None:
+        _check("lse", lse, (tokens, query_heads), torch.float32)
+    if sinks is not None:
+        _check("sinks", sinks, (query_heads,), torch.float32)
+    if window is not None and not causal:
+        raise ValueError(f"a window ({window} tokens) needs causal attention; pass window=None")
+    if window is not None and window < 1:
+        raise ValueError(f"a window of {window} tokens shows a query not even itself; pass at least 1")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap is {soft_cap}; pass a positive cap or None")
+
+
+def check_lengths(
+    starts: list[int], contexts: list[int], *, tokens: int, max_query_tokens: int, max_context_tokens: int
+) -> None:
+    """The content of `query_starts` and `context_lengths`, for a backend that has it on the host.
+
+    Args:
+        tokens: rows of q.
+        max_context_tokens: the caller's bound, or what a block table holds if that is less.
+
+    Raises:
+        ValueError: sequences that overlap, end past `tokens` or are over a bound.
+    """
+    counts = [stop - first for first, stop in pairwise(starts)]
+    if starts[0] != 0 or starts[-1] > tokens or min(counts, default=0) < 0:
+        raise ValueError(f"query_starts must rise from 0 to at most {tokens}, the rows of q")
+    if max(counts, default=0) > max_query_tokens:
+        raise ValueError(f"{max(counts)} query tokens of one sequence, over the bound of {max_query_tokens}")
+    if contexts and not 0 <= min(contexts) <= max(contexts) <= max_context_tokens:
+        raise ValueError(
+            f"context_lengths {min(contexts)} .. {max(contexts)} are outside 0 .. {max_context_tokens} tokens, "
+            "the lesser of max_context_tokens and a block table's reach"
+        )
+
+
+def _check_blocks(k_blocks: torch.Tensor, v_blocks: torch.Tensor) -> None:
+    if k_blocks.ndim != 4:
+        raise ValueError(f"blocks must be [blocks, tokens, kv heads, dim], not {list(k_blocks.shape)}")
+    _check("v_blocks", v_blocks, (*k_blocks.shape[:3], v_blocks.shape[-1]), k_blocks.dtype)
+
+
+def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}")

@@ -1,0 +1,304 @@
+"""The kernels in plain PyTorch: correct on any device, and what serves on CPU.
+
+Shapes: T new tokens packed over S sequences; H query heads, G kv heads (H a multiple of G); D key dim, Dv
+value dim; N blocks of B tokens; M entries of a block table.
+
+Attention works sequence by sequence, on copies that lie in memory the same way in any batch: a row never
+depends on its company, bit for bit. A sequence goes query tile by query tile (Rabe and Staats,
+arXiv:2112.05682), so that scores stay small and keys that no query of a tile sees are not visited.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kernels.contract import check_attention, check_lengths, check_write
+from kernels.copy import copy_blocks
+from kernels.errors import Unsupported
+
+__all__ = [
+    "attention_workspace",
+    "copy_blocks",
+    "latent_attention",
+    "merge_partials",
+    "paged_attention",
+    "write_kv",
+    "write_latent",
+]
+
+# Rows of a query tile: its tokens times the query heads that share a kv head.
+TILE_ROWS = 256
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
+    slots: torch.Tensor,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+) -> None:
+    """Write the keys and values of new tokens into their slots.
+
+    Args:
+        k, v: [T, G, D] and [T, G, Dv], in the dtype of the blocks.
+        k_blocks, v_blocks: [N, B, G, D] and [N, B, G, Dv], any strides.
+        slots: int64 [T], block * B + offset; -1 skips the token.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together.
+        IndexError: a slot past the last block.
+        Unsupported: 8-bit blocks.
+    """
+    _refuse_8bit(k_blocks, v_blocks, k_scales, v_scales)
+    check_write(k, v, k_blocks, v_blocks, slots)
+    written = slots >= 0
+    if not written.all():
+        k, v, slots = k[written], v[written], slots[written]
+    block_tokens = k_blocks.shape[1]
+    index = (slots // block_tokens, slots % block_tokens)
+    k_blocks.index_put_(index, k)
+    v_blocks.index_put_(index, v)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lengths: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+    max_query_tokens: int,
+    max_context_tokens: int,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of new tokens over contexts that lie in blocks: prefill, chunked prefill, decode, mixtures.
+
+    Query j of sequence s sits at position `context_lengths[s] - (query_starts[s+1] - query_starts[s]) + j`
+    and sees the keys at `max(0, position - window + 1) .. position`, or all of the context when not causal.
+    New tokens are read back from the blocks, so `write_kv` comes first. Nothing past the context is read,
+    neither table entries nor slots. Rows past `query_starts[S]` are padding and written as zeros.
+
+    Args:
+        q: [T, H, D], in the dtype of the blocks.
+        k_blocks, v_blocks: [N, B, G, D] and [N, B, G, Dv], any strides.
+        block_tables: int32 [S, M], the blocks of each context in order.
+        query_starts: int32 [S + 1], from 0, where each sequence's rows begin.
+        context_lengths: int32 [S], tokens in cache, the new ones included.
+        scale: factor of q·k.
+        soft_cap: a score s becomes `soft_cap * tanh(s / soft_cap)`, before the mask.
+        sinks: float32 [H], per head one more logit without a value, neither scaled nor capped; part of lse.
+        max_query_tokens, max_context_tokens: bounds on what the sequences hold.
+        out: [T, H, Dv] in q's dtype, written and returned when given.
+        lse: float32 [T, H], written when given: natural logarithm of the sum of exponentials. A row that
+            sees no key gives out 0 and lse -inf, sinks or not.
+        workspace: unused here.
+
+    Returns:
+        [T, H, Dv] in q's dtype; softmax in float32.
+
+    Raises:
+        ValueError: shapes, dtypes, lengths or options that do not fit together.
+        IndexError: a table entry inside a context that names no block.
+        Unsupported: 8-bit blocks.
+    """
+    _refuse_8bit(k_blocks, v_blocks, k_scales, v_scales)
+    tokens, query_heads, key_dim = q.shape
+    kv_heads, value_dim = v_blocks.shape[2:]
+    if out is None:
+        out = q.new_empty(tokens, query_heads, value_dim)
+    check_attention(
+        q, k_blocks, v_blocks, block_tables, query_starts, context_lengths,
+        causal=causal, window=window, soft_cap=soft_cap, sinks=sinks, out=out, lse=lse,
+    )  # fmt: skip
+    starts, contexts = query_starts.tolist(), context_lengths.tolist()
+    check_lengths(
+        starts, contexts, tokens=tokens, max_query_tokens=max_query_tokens,
+        max_context_tokens=min(max_context_tokens, block_tables.shape[1] * k_blocks.shape[1]),
+    )  # fmt: skip
+
+    group = query_heads // kv_heads
+    tile_tokens = max(1, TILE_ROWS // group)
+    # PyTorch's fused attention has no caps, sinks or lse; it takes half the time where it applies.
+    fused = soft_cap is None and sinks is None and lse is None and key_dim == value_dim
+    for sequence, context in enumerate(contexts):
+        first, stop = starts[sequence], starts[sequence + 1]
+        # Index of a row minus its position; positions below zero see nothing.
+        shift = stop - context
+        seeing = max(first, shift) if causal else (first if context else stop)
+        _blank(out, lse, first, seeing)
+        if seeing == stop:
+            continue
+        oldest = 0 if window is None else max(0, seeing - shift - window + 1)
+        keys = _gather(k_blocks, block_tables[sequence], oldest, context)
+        values = _gather(v_blocks, block_tables[sequence], oldest, context)
+        for row in range(seeing, stop, tile_tokens):
+            end = min(row + tile_tokens, stop)
+            begin = 0 if window is None else max(oldest, row - shift - window + 1)
+            until = end - shift if causal else context
+            seen = slice(begin - oldest, until - oldest)
+            visible = None
+            if causal and end - row > 1:
+                position = torch.arange(row - shift, end - shift, device=q.device)[:, None]
+                visible = _visible(position, torch.arange(begin, until, device=q.device), window)
+                visible = visible.repeat(group, 1)
+            # Heads of a group side by side as rows [G, group * tokens, D]. Copied even where a view would do:
+            # matrix products may round otherwise when their operands are aligned otherwise.
+            rows = q[row:end].unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
+            rows = rows.clone(memory_format=torch.contiguous_format).flatten(1, 2)
+            if fused:
+                result = F.scaled_dot_product_attention(
+                    rows[None], keys[None, :, seen], values[None, :, seen], attn_mask=visible, scale=scale
+                )[0]
+            else:
+                sink = None if sinks is None else sinks.view(kv_heads, group).repeat_interleave(end - row, 1)
+                result, result_lse = _attend(
+                    rows, keys[:, seen], values[:, seen], visible, scale, soft_cap, sink
+                )
+                if lse is not None:
+                    by_head = result_lse.view(query_heads, end - row)
+                    lse[row:end].copy_(by_head.transpose(0, 1))
+            by_head = result.reshape(query_heads, end - row, value_dim)
+            out[row:end].copy_(by_head.transpose(0, 1))
+    _blank(out, lse, starts[-1], tokens)
+    return out
+
+
+def attention_workspace(
+    *, tokens: int, sequences: int, query_heads: int, value_dim: int, max_context_tokens: int
+) -> int:
+    """Bytes of workspace that `paged_attention` wants for such a step: none, PyTorch allocates as it goes."""
+    return 0
+
+
+def merge_partials(
+    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint sets of keys, from the attention over each.
+
+    Args:
+        out, other_out: [T, H, Dv].
+        lse, other_lse: float32 [T, H], natural logarithm; -inf where a part saw no key.
+
+    Returns:
+        [T, H, Dv] in the dtype of `out` and float32 [T, H]; zeros and -inf where both parts are empty.
+    """
+    peak = torch.maximum(lse, other_lse)
+    peak = peak.masked_fill(peak == -torch.inf, 0)
+    weight, other_weight = (lse - peak).exp(), (other_lse - peak).exp()
+    total = weight + other_weight
+    share = total.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
+    merged = (out * weight[..., None] + other_out * other_weight[..., None]) / share
+    return merged.to(out.dtype), peak + total.log()
+
+
+def write_latent(
+    latent: torch.Tensor, rope: torch.Tensor, latent_blocks: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Write [T, R] latents and [T, P] rotary keys into blocks [N, B, R + P].
+
+    Raises:
+        Unsupported: always.
+    """
+    raise Unsupported(_NO_LATENT)
+
+
+def latent_attention(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent_blocks: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lengths: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    max_query_tokens: int,
+    max_context_tokens: int,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention with keys R + P wide whose first R are the values (DeepSeek-V2, arXiv:2405.04434).
+
+    Raises:
+        Unsupported: always.
+    """
+    raise Unsupported(_NO_LATENT)
+
+
+_NO_LATENT = "latent attention is not supported yet; serve a model with plain or grouped-query attention"
+
+
+def _visible(position: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor:
+    """bool [queries, keys]: which keys the queries at positions [queries, 1] see."""
+    seen = key <= position
+    return seen if window is None else seen & (key > position - window)
+
+
+def _attend(
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor | None,
+    scale: float,
+    soft_cap: float | None,
+    sink: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [G, rows, Dv] and lse [G, rows] of rows [G, rows, D] over keys [G, n, D], each seeing at least one."""
+    scores = (rows.float() * scale) @ keys.float().transpose(1, 2)
+    if soft_cap is not None:
+        scores = (scores / soft_cap).tanh_() * soft_cap
+    if visible is not None:
+        scores.masked_fill_(~visible, -torch.inf)
+    peak = scores.amax(-1)
+    if sink is not None:
+        peak = torch.maximum(peak, sink)
+    weights = (scores - peak[..., None]).exp_()
+    total = weights.sum(-1)
+    if sink is not None:
+        total += (sink - peak).exp()
+    return weights @ values.float() / total[..., None], peak + total.log()
+
+
+def _gather(blocks: torch.Tensor, table: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """[G, end - begin, D]: the tokens `begin .. end - 1` of one sequence.
+
+    Cut to the context rather than masked: a free slot may hold NaN, and 0 · NaN is NaN.
+    """
+    block_tokens = blocks.shape[1]
+    skipped = begin // block_tokens
+    held = blocks.index_select(0, table[skipped : -(-end // block_tokens)]).flatten(0, 1)
+    return held[begin - skipped * block_tokens : end - skipped * block_tokens].transpose(0, 1)
+
+
+def _blank(out: torch.Tensor, lse: torch.Tensor | None, row: int, end: int) -> None:
+    if row < end:
+        out[row:end] = 0
+        if lse is not None:
+            lse[row:end] = -torch.inf
+
+
+def _refuse_8bit(
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
+) -> None:
+    if k_scales is not None or v_scales is not None or 1 in (k_blocks.element_size(), v_blocks.element_size()):
+        raise Unsupported(
+            "8-bit blocks (int8, float8) with scales are not supported yet; "
+            "keep the cache in bfloat16, float16 or float32"
+        )
