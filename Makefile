@@ -34,7 +34,7 @@ test: .venv/installed-test
 	@$(BIN)/python -m pytest --durations=10
 
 .venv/pyvenv.cfg:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo \
 	"$(PYTHON) is missing or older than Python 3.11: install a newer one and name it, make serve PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo \
 	"$(PYTHON) lacks its venv module: install it (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
