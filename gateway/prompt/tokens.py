@@ -162,7 +162,7 @@ def _longest_first(special: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _with_white_space(token: dict[str, Any]) -> str:
     before, after = (r"\s*" if token[side] else "" for side in ("lstrip", "rstrip"))
-    return before + re.escape(token["content"]) + after
+    return f"{before}{re.escape(token['content'])}{after}"
 
 
 def _alternatives(patterns: list[str]) -> re.Pattern[str]:
