@@ -27,8 +27,9 @@ __all__ = [
     "write_latent",
 ]
 
-# Rows of a query tile: its tokens times the query heads that share a kv head.
-TILE_ROWS = 256
+# Rows of a query tile: its tokens times the query heads that share a kv head. Of 128 .. 768, what is fastest
+# or within 3 % of it at 9 query heads on 3, chunks of 256 tokens and contexts of 256 .. 8,192 on CPU.
+TILE_ROWS = 192
 
 
 def write_kv(
