@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 # Only an escape can bring half a surrogate pair into a string that was valid UTF-8.
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+# Hooks cost time for every number, so they run only where one might not fit.
+_LONG_INTEGER = re.compile(r"[0-9]{19}")
 _PATH = re.compile(r"(?s)(.*?)(?: - at `(?:\w+` in `)?\$\.?(.*)`)?")
 _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
 _MESSAGE_LIMIT_CHARACTERS = 200
@@ -60,11 +62,12 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
     Raises:
         ApiError: 400 for invalid UTF-8 or JSON, duplicate keys, NaN and Infinity, nesting over `MAX_DEPTH`,
-            lone surrogates, integers of thousands of digits, and for anything but an object.
+            lone surrogates, integers beyond 64 bits, and for anything but an object.
     """
     try:
         text = body.decode("utf-8").removeprefix("\ufeff")
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        parse_int = _integer if _LONG_INTEGER.search(text) else None
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant, parse_int=parse_int)
         if _SURROGATE_ESCAPE.search(text):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
@@ -76,8 +79,6 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"The body is not JSON: {error.msg} at {where}.") from None
     except RecursionError:
         raise _too_deep() from None
-    except ValueError:
-        raise ApiError(400, "The body has an integer that is too long to be a number here.") from None
     if not isinstance(value, dict):
         raise ApiError(400, "The body must be a JSON object.")
     _check_depth(value)
@@ -105,6 +106,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ApiError(400, "The body has an object with the same key twice.")
+    return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20 or not -(1 << 63) <= (value := int(digits)) < 1 << 64:
+        raise ApiError(400, "The body has an integer of more than 64 bits.")
     return value
 
 
