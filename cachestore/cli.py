@@ -10,15 +10,15 @@ import logging
 import os
 import secrets
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cachestore.checkpoint import ELEMENT_BYTES, Checkpoint
-from cachestore.fingerprint import model_tokenizer_fingerprint, model_fingerprint
+from cachestore.fingerprint import model_fingerprint, model_tokenizer_fingerprint
 from cachestore.geometry import BLOCK_TOKENS, BlockLayout
 from cachestore.memory import available_memory_bytes
 from cachestore.model_source import resolve
@@ -169,12 +169,20 @@ def physical_cores() -> int:
     return max(1, len(cores))
 
 
-def run_store(options: StoreOptions, version: str, say: Callable[[str], None]) -> None:
-    """Serve until SIGTERM, SIGINT or the end of the parent's pipe.
+def run_store(options: StoreOptions, version: str) -> int:
+    """Serve until SIGTERM, SIGINT or the end of the parent's pipe; answers the exit status.
 
-    Raises:
-        StartError: one line with the numbers and the remedy.
+    A start that is refused is one line on stderr, with the numbers and the remedy, and status 2.
     """
+    try:
+        _run(options, version)
+    except StartError as error:
+        print(f"saltern: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(options: StoreOptions, version: str) -> None:
     if options.life_descriptor is not None:
         threading.Thread(target=_end_with_parent, args=(options.life_descriptor,), daemon=True).start()
     plan = plan_store(options)
@@ -205,11 +213,12 @@ def run_store(options: StoreOptions, version: str, say: Callable[[str], None]) -
         limits=limits,
     )
     tokens = limits.blocks * layout.block_tokens
-    say(
-        f"saltern store {version}: {plan.checkpoint.directory.name} in {plan.dtype} on {device_name}, cache of {tokens} "
-        f"tokens ({limits.blocks} blocks of {layout.block_tokens}, the smallest prefix that is reused), context "
-        f"{limits.max_context_tokens}, {options.socket}"
-    )
+    log.info(
+        "saltern store %s: %s in %s on %s, cache of %d tokens (%d blocks of %d, the smallest prefix that is reused), "
+        "context %d, %s",
+        version, plan.checkpoint.directory.name, plan.dtype, device_name, tokens, limits.blocks, layout.block_tokens,
+        limits.max_context_tokens, options.socket,
+    )  # fmt: skip
     asyncio.run(_serve(options.socket, welcome, runner, layout))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.logging import disable_progress_bar
 
 from cachestore.batch import Batch
 from cachestore.geometry import BlockLayout
@@ -106,6 +107,7 @@ class Model:
     """
 
     def __init__(self, path: Path, *, dtype: DType, device: torch.device, max_context_tokens: int) -> None:
+        disable_progress_bar()
         try:
             self.module = AutoModelForCausalLM.from_pretrained(
                 path,

@@ -1,0 +1,93 @@
+"""The two listeners' applications, and what they share while they run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from gateway.admin.routes import admin_routes
+from gateway.completions import Completions
+from gateway.http.routing import Route, Router
+from gateway.store_link import StoreLink
+from gateway.tenants.database import Database
+from gateway.tenants.directory import Directory
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """Everything of a running gateway. `tenant_app` and `admin_app` are ASGI applications, one per listener."""
+
+    directory: Directory
+    link: StoreLink
+    completions: Completions
+    tenant_app: Router
+    admin_app: Router
+
+
+@asynccontextmanager
+async def open_gateway(
+    *,
+    database_url: str,
+    kek_file: Path,
+    socket_path: Path,
+    model_dir: Path | None = None,
+    model_name: str | None = None,
+) -> AsyncIterator[Gateway]:
+    """A gateway that keeps itself connected to the store at `socket_path` until the block ends.
+
+    Raises:
+        SchemaTooNew, VaultError: the database or the key-encryption key can't be used.
+    """
+    database = await Database.open(database_url)
+    try:
+        directory = await Directory.open(database, kek_file)
+        link = StoreLink(socket_path, directory, model_dir=model_dir, model_name=model_name)
+        completions = Completions(directory, link)
+        health = Health(link, completions)
+        connecting = asyncio.create_task(link.run())
+        try:
+            yield Gateway(
+                directory,
+                link,
+                completions,
+                tenant_app=_router([*health.routes(), *completions.routes()], directory),
+                admin_app=_router([*health.routes(), *admin_routes(directory, link)], directory),
+            )
+        finally:
+            connecting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await connecting
+            completions.close()
+    finally:
+        await database.close()
+
+
+def _router(routes: list[Route], directory: Directory) -> Router:
+    return Router(
+        routes, authenticate_tenant=directory.authenticate, authenticate_admin=directory.authenticate_admin
+    )
+
+
+class Health:
+    """`/livez`: this process answers. `/readyz`: requests would be served. Neither says anything of a tenant."""
+
+    def __init__(self, link: StoreLink, completions: Completions) -> None:
+        self._link = link
+        self._completions = completions
+
+    def routes(self) -> list[Route]:
+        return [Route("GET", "/livez", "public", self.live), Route("GET", "/readyz", "public", self.ready)]
+
+    async def live(self, request: Request) -> Response:
+        return PlainTextResponse("live\n")
+
+    async def ready(self, request: Request) -> Response:
+        trouble = "draining" if self._completions.draining else self._link.trouble()
+        return PlainTextResponse(f"{trouble or 'ready'}\n", 503 if trouble else 200)

@@ -1,0 +1,326 @@
+"""`POST /v1/chat/completions`, `POST /v1/completions` and `GET /v1/models`.
+
+The body is read and checked in the handler; what it returns does the rest within the response, because only there can
+a client's disconnect be noticed while the request waits, from the first await on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway import generation
+from gateway.generation import Answer, context_length_exceeded
+from gateway.http import sse
+from gateway.http.body import read_object
+from gateway.http.errors import JSON, ApiError
+from gateway.http.fields import ignored_fields_header
+from gateway.http.routing import Route
+from gateway.http.shapes import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatRequest,
+    CompletionRequest,
+    Delta,
+    FinishReason,
+    Generation,
+    Model,
+    ModelList,
+    TextChoice,
+    TextCompletion,
+    Usage,
+    read_generation_request,
+)
+from gateway.prompt.tokens import Prompt
+from gateway.served_model import ServedModel
+from gateway.store_link import Connection, StoreLink, StoreUnavailable
+from gateway.tenants.directory import Directory, Principal
+
+log = logging.getLogger("saltern.gateway")
+
+KEEPALIVE_SECONDS = 10
+TOKENISING_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all parts of one answer share."""
+
+    id: str
+    created: int
+    model: str
+
+
+class ChatShape:
+    """How an answer looks on `/v1/chat/completions`."""
+
+    id_prefix = "chatcmpl-"
+
+    @staticmethod
+    def whole(head: Head, text: str, finish_reason: FinishReason, usage: Usage) -> msgspec.Struct:
+        choice = ChatChoice(AssistantMessage(text), finish_reason)
+        return ChatCompletion(head.id, head.created, head.model, [choice], usage)
+
+    @staticmethod
+    def first(head: Head, usage: msgspec.UnsetType | None) -> list[msgspec.Struct]:
+        choice = ChatChunkChoice(Delta(role="assistant", content=""))
+        return [ChatChunk(head.id, head.created, head.model, [choice], usage)]
+
+    @staticmethod
+    def piece(head: Head, text: str, usage: msgspec.UnsetType | None) -> msgspec.Struct:
+        return ChatChunk(head.id, head.created, head.model, [ChatChunkChoice(Delta(content=text))], usage)
+
+    @staticmethod
+    def last(head: Head, finish_reason: FinishReason, usage: msgspec.UnsetType | None) -> msgspec.Struct:
+        return ChatChunk(head.id, head.created, head.model, [ChatChunkChoice(Delta(), finish_reason)], usage)
+
+    @staticmethod
+    def usage(head: Head, usage: Usage) -> msgspec.Struct:
+        return ChatChunk(head.id, head.created, head.model, [], usage)
+
+
+class TextShape:
+    """How an answer looks on `/v1/completions`."""
+
+    id_prefix = "cmpl-"
+
+    @staticmethod
+    def whole(head: Head, text: str, finish_reason: FinishReason, usage: Usage) -> msgspec.Struct:
+        return TextCompletion(head.id, head.created, head.model, [TextChoice(text, finish_reason)], usage)
+
+    @staticmethod
+    def first(head: Head, usage: msgspec.UnsetType | None) -> list[msgspec.Struct]:
+        return []
+
+    @staticmethod
+    def piece(head: Head, text: str, usage: msgspec.UnsetType | None) -> msgspec.Struct:
+        return TextCompletion(head.id, head.created, head.model, [TextChoice(text)], usage)
+
+    @staticmethod
+    def last(head: Head, finish_reason: FinishReason, usage: msgspec.UnsetType | None) -> msgspec.Struct:
+        return TextCompletion(head.id, head.created, head.model, [TextChoice("", finish_reason)], usage)
+
+    @staticmethod
+    def usage(head: Head, usage: Usage) -> msgspec.Struct:
+        return TextCompletion(head.id, head.created, head.model, [], usage)
+
+
+Shape = type[ChatShape] | type[TextShape]
+
+
+class Completions:
+    """The handlers, and the requests that run.
+
+    Attributes:
+        draining: new requests are refused with 503.
+    """
+
+    def __init__(self, directory: Directory, link: StoreLink) -> None:
+        self.draining = False
+        self._directory = directory
+        self._link = link
+        self._pool = ThreadPoolExecutor(TOKENISING_THREADS, thread_name_prefix="tokenise")
+        # One thread per tenant at a time: a tenant's long prompts queue behind each other, not before others'.
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._running: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("POST", "/v1/chat/completions", "tenant", self.chat),
+            Route("POST", "/v1/completions", "tenant", self.text),
+            Route("GET", "/v1/models", "tenant", self.models),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        model = self._link.connection().model
+        return Response(msgspec.json.encode(ModelList([Model(model.name, model.created)])), media_type=JSON)
+
+    async def chat(self, request: Request) -> ASGIApp:
+        body, ignored = read_generation_request(await read_object(request), ChatRequest)
+        connection = self._serving(body.model)
+        messages = body.conversation()
+        size_bytes = sum(len(text.encode("utf-8")) for message in messages for text in message.values())
+        _check_size(connection.model, size_bytes)
+        return self._respond(
+            request.state.principal,
+            connection,
+            ChatShape,
+            body.generation(),
+            ignored,
+            lambda: connection.model.template.prompt(messages),
+        )
+
+    async def text(self, request: Request) -> ASGIApp:
+        body, ignored = read_generation_request(await read_object(request), CompletionRequest)
+        connection = self._serving(body.model)
+        tokenizer, prompt = connection.model.tokenizer, body.prompt
+        if isinstance(prompt, str):
+            _check_size(connection.model, len(prompt.encode("utf-8")))
+        else:
+            generation.granted_tokens(connection.model, len(prompt), None)
+        return self._respond(
+            request.state.principal,
+            connection,
+            TextShape,
+            body.generation(),
+            ignored,
+            lambda: tokenizer.completion(prompt) if isinstance(prompt, str) else tokenizer.given(prompt),
+        )
+
+    def _serving(self, model: str) -> Connection:
+        if self.draining:
+            raise StoreUnavailable("The server is shutting down. Send the request again.")
+        connection = self._link.connection()
+        if model != connection.model.name:
+            message = f"There is no such model here; this server has {connection.model.name}."
+            raise ApiError(404, message, code="model_not_found", param="model")
+        return connection
+
+    def _respond(
+        self,
+        principal: Principal,
+        connection: Connection,
+        shape: Shape,
+        wanted: Generation,
+        ignored: tuple[str, ...],
+        tokenise: Callable[[], Prompt],
+    ) -> ASGIApp:
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._while_connected(receive, answer(scope, receive, send))
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            prompt = await self._tokenised(principal, tokenise)
+            running = await generation.start(self._directory, connection, principal, prompt, wanted)
+            head = Head(f"{shape.id_prefix}{secrets.token_hex(12)}", int(time.time()), connection.model.name)
+            headers = ignored_fields_header(ignored)
+            try:
+                if wanted.stream:
+                    await _stream(send, running, shape, head, wanted, headers)
+                else:
+                    response = await _whole(running, shape, head, headers)
+                    await response(scope, receive, send)
+            finally:
+                # In a task of its own: this one may have been cancelled, and the end must not be.
+                closing = asyncio.create_task(running.close())
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+
+        return respond
+
+    async def _tokenised(self, principal: Principal, tokenise: Callable[[], Prompt]) -> Prompt:
+        turn = self._turns.setdefault(principal.tenant_id, asyncio.Lock())
+        async with turn:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, tokenise)
+
+    async def _while_connected(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` to its end, or cancel it when the client disconnects."""
+        worker = asyncio.create_task(work)
+        watcher = asyncio.create_task(_disconnected(receive))
+        self._running.add(worker)
+        worker.add_done_callback(self._running.discard)
+        try:
+            await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if not worker.done():
+                worker.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await worker
+                raise ClientDisconnect
+            worker.result()
+        finally:
+            watcher.cancel()
+            worker.cancel()
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new, let what runs end, then cut it off with an error."""
+        self.draining = True
+        if self._running:
+            _, late = await asyncio.wait(self._running, timeout=seconds)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=1)
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=1)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_size(model: ServedModel, size_bytes: int) -> None:
+    """Refuse what can't fit by its bytes, before anything is tokenised."""
+    most = model.context_tokens * model.tokenizer.longest_token_bytes
+    if size_bytes > most:
+        raise context_length_exceeded(
+            f"The prompt has {size_bytes} bytes; the context of {model.context_tokens} tokens holds at most {most}."
+        )
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _whole(running: Answer, shape: Shape, head: Head, headers: dict[str, str]) -> Response:
+    text = "".join([piece async for piece in running.pieces()])
+    assert running.finish_reason is not None
+    body = shape.whole(head, text, running.finish_reason, running.usage())
+    return Response(msgspec.json.encode(body), 200, headers, JSON)
+
+
+async def _stream(
+    send: Send, running: Answer, shape: Shape, head: Head, wanted: Generation, headers: dict[str, str]
+) -> None:
+    """The answer as server-sent events. A failure after the headers is the last event."""
+    raw = [(name.encode("ascii"), value.encode("ascii")) for name, value in (sse.HEADERS | headers).items()]
+    await send({"type": "http.response.start", "status": 200, "headers": raw})
+
+    async def say(*events: bytes, more: bool = True) -> None:
+        await send({"type": "http.response.body", "body": b"".join(events), "more_body": more})
+
+    # `usage` is null in every chunk but the last when it was asked for, and absent when not.
+    none_yet = None if wanted.include_usage else msgspec.UNSET
+    opening = b"".join(sse.event(chunk) for chunk in shape.first(head, none_yet))
+    try:
+        async for piece in _with_keepalive(running.pieces()):
+            await say(opening, sse.KEEPALIVE if piece is None else sse.event(shape.piece(head, piece, none_yet)))
+            opening = b""
+    except ApiError as error:
+        await say(opening, sse.error_event(error), more=False)
+        return
+    assert running.finish_reason is not None
+    ending = [opening, sse.event(shape.last(head, running.finish_reason, none_yet))]
+    if wanted.include_usage:
+        ending.append(sse.event(shape.usage(head, running.usage())))
+    await say(*ending, sse.DONE, more=False)
+
+
+async def _with_keepalive(pieces: AsyncIterator[str]) -> AsyncIterator[str | None]:
+    """The pieces, and None whenever none came for ten seconds."""
+    while True:
+        following = asyncio.ensure_future(anext(pieces, None))
+        try:
+            while not (await asyncio.wait((following,), timeout=KEEPALIVE_SECONDS))[0]:
+                yield None
+        finally:
+            if not following.done():
+                following.cancel()
+        if (piece := following.result()) is None:
+            return
+        yield piece

@@ -1,0 +1,258 @@
+"""One request at the store: its blocks named, submitted, turned into text, its generated blocks named, ended.
+
+    Prompt ─ name_blocks ─► AlignedPrompt ─ Submit ─► Answer ─► pieces of text ─ Finished ─ last Seal ─► Usage
+
+Key status, tenant status and epoch are read after the blocks are named and right before `Submit`, so that what was
+admitted after a rotation has the new epoch, whichever gateway took it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from array import array
+from collections.abc import AsyncIterator
+
+from cachestore.client import StoreLost, StoreRequest
+from cachestore.protocol import Counts, Finished, Rejected, Sampling, Started
+from gateway.http.errors import ApiError
+from gateway.http.shapes import FinishReason, Generation, Usage
+from gateway.prompt.align import name_blocks, u32le
+from gateway.prompt.block_keys import ChainKey, Context
+from gateway.prompt.detokenize import Detokenizer
+from gateway.prompt.stops import StopStrings
+from gateway.prompt.tokens import Prompt
+from gateway.served_model import ServedModel
+from gateway.store_link import Connection, StoreUnavailable
+from gateway.tenants.directory import Directory, Principal
+
+log = logging.getLogger("saltern.gateway")
+
+QUEUE_WAIT_SECONDS = 30
+# A store that got `Abort` answers `Finished` after the step it is in.
+FINISH_WAIT_SECONDS = 10
+
+_LOST = "The model's process ended while it answered. Send the request again."
+
+
+def context_length_exceeded(message: str) -> ApiError:
+    return ApiError(400, message, code="context_length_exceeded")
+
+
+def granted_tokens(model: ServedModel, prompt_tokens: int, wanted: int | None) -> int:
+    """The output cap: what was asked for, or what is left of the context.
+
+    Raises:
+        ApiError: 400 context_length_exceeded, with the numbers.
+    """
+    context = model.context_tokens
+    if prompt_tokens >= context:
+        raise context_length_exceeded(
+            f"The prompt has {prompt_tokens} tokens and the context is {context}: shorten it so that at least one "
+            "token can follow."
+        )
+    if wanted is not None and prompt_tokens + wanted > context:
+        raise context_length_exceeded(
+            f"The prompt has {prompt_tokens} tokens and up to {wanted} were asked for, {prompt_tokens + wanted} "
+            f"together; the context is {context}. Shorten the prompt or ask for at most {context - prompt_tokens}."
+        )
+    return context - prompt_tokens if wanted is None else wanted
+
+
+async def start(
+    directory: Directory, connection: Connection, principal: Principal, prompt: Prompt, generation: Generation
+) -> Answer:
+    """Submit the prompt and wait until the store has admitted it.
+
+    Raises:
+        ApiError: 400 too long, 401 the key is no longer active, 503 no salt, no store or no room in time.
+    """
+    model = connection.model
+    max_tokens = granted_tokens(model, len(prompt.tokens), generation.max_tokens)
+    context = Context.of_store(model.store, generation.scope)
+    sampling = Sampling(
+        temperature=generation.temperature,
+        top_k=generation.top_k,
+        top_p=generation.top_p,
+        seed=secrets.randbits(64) if generation.seed is None else generation.seed,
+        stop_token_ids=[] if generation.ignore_eos else list(model.tokenizer.stop_token_ids),
+    )
+    deadline_ns = time.monotonic_ns() + QUEUE_WAIT_SECONDS * 1_000_000_000
+    standing = await directory.standing(principal)
+    # Once more when the epoch moves between naming and the store: then everything is prepared afresh.
+    for _ in range(3):
+        salt = await directory.salt(principal.tenant_id, standing.epoch)
+        chain = ChainKey(salt, context)
+        aligned = await name_blocks(prompt.tokens, chain)
+        named_epoch, standing = standing.epoch, await directory.standing(principal)
+        if standing.epoch != named_epoch:
+            continue
+        try:
+            request = connection.client.submit(
+                account=standing.account,
+                epoch=standing.epoch,
+                tokens=aligned.tokens,
+                keys=aligned.keys,
+                sampling=sampling,
+                max_tokens=max_tokens,
+                queue_deadline_ns=deadline_ns,
+            )
+        except StoreLost:
+            raise StoreUnavailable(_LOST) from None
+        answer = Answer(model, prompt, generation, chain, request, aligned.keys)
+        rejected = await answer.admitted()
+        if rejected is None:
+            return answer
+        if rejected.code not in ("stale_epoch", "unknown_account"):
+            raise _refusal(rejected)
+        standing = await directory.standing(principal)
+    raise StoreUnavailable("The tenant's salt is being rotated. Try again in a second.")
+
+
+def _refusal(rejected: Rejected) -> ApiError:
+    if rejected.code in ("too_long", "over_capacity"):
+        return context_length_exceeded(f"The request can't fit: {rejected.detail}.")
+    if rejected.code == "queue_timeout":
+        return StoreUnavailable(f"The server is full: the request {rejected.detail}. Try again in a second.")
+    return StoreUnavailable("The server takes no new requests at the moment. Try again in a second.")
+
+
+class Answer:
+    """A submitted request on its way to its end. Whoever made it calls `close`, whatever happens.
+
+    Attributes:
+        finish_reason: set once all text is out.
+        cached_tokens: prompt tokens that came from the tenant's cache.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        prompt: Prompt,
+        generation: Generation,
+        chain: ChainKey,
+        request: StoreRequest,
+        keys: list[bytes],
+    ) -> None:
+        self.finish_reason: FinishReason | None = None
+        self.cached_tokens = 0
+        self._model = model
+        self._prompt_tokens = len(prompt.tokens)
+        self._tokens: array[int] = prompt.tokens[:]
+        self._chain = chain
+        self._request = request
+        self._last_key = keys[-1] if keys else chain.root
+        self._detokenizer = Detokenizer(model.tokenizer)
+        self._stops = StopStrings(generation.stop)
+        self._counts: Counts | None = None
+        self._ended = False
+
+    async def admitted(self) -> Rejected | None:
+        """Wait for the store to admit the request; the refusal if it does not.
+
+        Raises:
+            StoreUnavailable: the store went away.
+        """
+        try:
+            event = await self._request.next()
+        except StoreLost:
+            self._ended = True
+            raise StoreUnavailable(_LOST) from None
+        except BaseException:
+            # Cancelled while it waited: the client is gone.
+            await self.close()
+            raise
+        if isinstance(event, Rejected):
+            self._ended = True
+            return event
+        if isinstance(event, Started):
+            self.cached_tokens = event.cached_tokens
+            return None
+        # Aborted before it was admitted: its tenant was deleted.
+        await self.close()
+        raise StoreUnavailable("The request was ended by the server.")
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """The text as it becomes certain: no half characters, no part of a stop string. Ends after the last `Seal`.
+
+        Raises:
+            ApiError: 503 the store went away, 500 it could not compute the answer.
+        """
+        reason = ""
+        while not reason:
+            try:
+                event = await self._request.next()
+            except StoreLost:
+                self._ended = True
+                raise StoreUnavailable(_LOST) from None
+            if isinstance(event, list):
+                if text := self._take(event):
+                    yield text
+                if self._stops.matched:
+                    reason = "stop"
+                    self._request.abort()
+                    event = await self._until_end()
+            if isinstance(event, Finished):
+                reason = reason or event.reason
+                self._end(event)
+        if reason in ("aborted", "error"):
+            message = "The server could not finish the answer. Send the request again."
+            raise ApiError(500, message, "server_error")
+        if rest := self._stops.push(self._detokenizer.finish()) + self._stops.finish():
+            yield rest
+        self.finish_reason = "length" if reason == "length" and not self._stops.matched else "stop"
+
+    def _take(self, tokens: list[int]) -> str:
+        """Text of the tokens up to the one that completes a stop string; names the blocks they fill."""
+        text = ""
+        block_tokens = self._model.store.geometry.block_tokens
+        for token in tokens:
+            self._tokens.append(token)
+            text += self._stops.push(self._detokenizer.push([token]))
+            if len(self._tokens) % block_tokens == 0:
+                block = u32le(self._tokens[-block_tokens:])
+                keys = self._chain.extend(self._last_key, block)
+                self._last_key = keys[-1]
+                self._request.seal(keys)
+            if self._stops.matched:
+                break
+        return text
+
+    async def _until_end(self) -> Finished | Rejected:
+        """The end of a request that was told to stop; tokens that were on their way are not part of the answer."""
+        async with asyncio.timeout(FINISH_WAIT_SECONDS):
+            while not isinstance(event := await self._request.next(), Finished | Rejected):
+                pass
+        return event
+
+    def _end(self, finished: Finished) -> None:
+        self._ended = True
+        self._counts = finished.counts
+        self._request.seal([], last=True)
+
+    async def close(self) -> None:
+        """End the request if it has not ended: the store stops computing it and releases its blocks."""
+        if self._ended:
+            return
+        self._ended = True
+        self._request.abort()
+        # The end may be here already, taken or not.
+        finished = self._request.finished
+        try:
+            ended = finished or await self._until_end()
+        except (StoreLost, TimeoutError):
+            return
+        if isinstance(ended, Finished):
+            self._request.seal([], last=True)
+
+    def usage(self) -> Usage:
+        """True counts, once the answer has ended."""
+        assert self._counts is not None
+        return Usage.of(
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            cache_write_tokens=self._counts.written_blocks * self._model.store.geometry.block_tokens,
+            completion_tokens=len(self._tokens) - self._prompt_tokens,
+        )

@@ -1,0 +1,204 @@
+"""The gateway's process: listeners, signals, and the order in which things start and end.
+
+Start: sockets bound → database, vault → store (as a child, for `serve`) → listeners → the store connected → banner.
+End: new work refused → running answers to their end or the deadline → listeners → store. A second signal ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from cachestore.protocol import Welcome
+from gateway.admin_client import default_data_dir
+from gateway.app import Gateway, open_gateway
+from gateway.settings import Settings, SettingsError
+from gateway.supervisor import StoreEnded, Supervisor
+from gateway.tenants.database import SchemaTooNew
+from gateway.tenants.vault import VaultError
+
+REFUSALS = (SettingsError, SchemaTooNew, VaultError)
+
+KEEPALIVE_SECONDS = 75
+ADMIN_HOST = "127.0.0.1"
+
+
+def run(settings: Settings, store_arguments: Sequence[str] | None) -> int:
+    """Serve until a signal; answers the exit status.
+
+    Args:
+        store_arguments: of a `saltern store` to start and watch; None to use one that runs by itself.
+
+    Raises:
+        SettingsError, SchemaTooNew, VaultError: one line why nothing was started.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings, store_arguments))
+
+
+async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> int:
+    tenant_socket = _bind("--port", settings.host, settings.port)
+    admin_socket = _bind("--admin-port", ADMIN_HOST, settings.admin_port)
+    supervisor = None if store_arguments is None else Supervisor(store_arguments)
+    stop = asyncio.Event()
+    _handle_signals(stop, supervisor)
+    try:
+        async with open_gateway(
+            database_url=settings.database_url,
+            kek_file=settings.kek_file,
+            socket_path=settings.socket,
+            # The store's own word is the directory; a gateway of its own may have the files elsewhere.
+            model_dir=settings.model_dir if supervisor is None else None,
+            model_name=settings.model_name,
+        ) as gateway:
+            admin_key = await gateway.directory.ensure_first_admin_key(settings.data_dir)
+            admin_url = _url(ADMIN_HOST, admin_socket)
+            (settings.data_dir / "admin-url").write_text(admin_url + "\n")
+            servers = [_server(gateway.tenant_app), _server(gateway.admin_app)]
+            listening = [
+                asyncio.create_task(server.serve(sockets=[listener]))
+                for server, listener in zip(servers, (tenant_socket, admin_socket), strict=True)
+            ]
+            watching = [] if supervisor is None else [asyncio.create_task(supervisor.run())]
+            announcing = asyncio.create_task(
+                _announce(gateway, supervisor, settings, _url(settings.host, tenant_socket), admin_url, admin_key)
+            )
+            stopping = asyncio.create_task(stop.wait())
+            try:
+                await asyncio.wait((stopping, *watching, *listening), return_when=asyncio.FIRST_COMPLETED)
+                for task in watching:
+                    if task.done():
+                        task.result()
+            except StoreEnded as ended:
+                # Its own line on stderr said why.
+                return ended.code if ended.code > 0 else 1
+            finally:
+                announcing.cancel()
+                stopping.cancel()
+                await gateway.completions.drain(settings.drain_seconds)
+                for server in servers:
+                    server.should_exit = server.force_exit = True
+                await asyncio.wait(listening, timeout=1)
+                if supervisor is not None:
+                    await supervisor.stop()
+                    await asyncio.gather(*watching, return_exceptions=True)
+    finally:
+        tenant_socket.close()
+        admin_socket.close()
+    return 0
+
+
+def _bind(option: str, host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise SettingsError(f"can't listen on {host} port {port} ({reason}): choose another {option}") from None
+    listener.listen(2048)
+    listener.setblocking(False)
+    return listener
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{listener.getsockname()[1]}"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, without its signal handlers: one process has two of it and one order in which to end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _server(app: ASGIApp) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEPALIVE_SECONDS,
+        )
+    )
+
+
+def _handle_signals(stop: asyncio.Event, supervisor: Supervisor | None) -> None:
+    def on_signal() -> None:
+        if stop.is_set():
+            if supervisor is not None:
+                supervisor.kill()
+            os._exit(130)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+
+
+async def _announce(
+    gateway: Gateway, supervisor: Supervisor | None, settings: Settings, url: str, admin_url: str, admin_key: Path
+) -> None:
+    await gateway.link.connected.wait()
+    if supervisor is not None:
+        supervisor.settled()
+    model = gateway.link.connection().model
+    print(_banner(settings, model.name, model.store, url, admin_url, admin_key), flush=True)
+
+
+def _banner(
+    settings: Settings, model_name: str, store: Welcome, url: str, admin_url: str, admin_key: Path
+) -> str:
+    """What runs where, and lines that work when pasted into a second terminal."""
+    geometry, limits = store.geometry, store.limits
+    cache_tokens = limits.blocks * geometry.block_tokens
+    activate = Path(sys.prefix) / "bin" / "activate"
+    lines = [
+        f"Saltern {version('saltern')}",
+        f"  tenant API   {url}/v1",
+        f"  admin API    {admin_url}/admin/v1 (key: {admin_key})",
+        f"  model        {model_name} ({store.dtype}, context {limits.max_context_tokens} tokens)",
+        f"  cache        {cache_tokens} tokens in {limits.blocks} blocks; the smallest prefix that is reused is "
+        f"{geometry.block_tokens} tokens",
+        f"  data         {settings.data_dir} (a backup of it holds the database and the key that opens it)",
+        "",
+        "In a second terminal:",
+        "",
+        *([f"source {activate}"] if activate.exists() else []),
+        *([f"export SALTERN_DATA_DIR={settings.data_dir}"] if settings.data_dir != default_data_dir() else []),
+        "saltern tenants create demo",
+        "export OPENAI_API_KEY=$(saltern keys create --tenant demo --quiet)",
+        f"""curl -s {url}/v1/chat/completions -H "Authorization: Bearer $OPENAI_API_KEY" """
+        f"""-H 'Content-Type: application/json' -d '{{"model": "{model_name}", """
+        """"messages": [{"role": "user", "content": "What is salt made of?"}], "max_tokens": 64}'""",
+        "",
+        "pip install --quiet openai",
+        "python - <<'EOF'",
+        "from openai import OpenAI",
+        f'client = OpenAI(base_url="{url}/v1")',
+        f'print(client.chat.completions.create(model="{model_name}", max_tokens=64, '
+        'messages=[{"role": "user", "content": "What is salt made of?"}]).choices[0].message.content)',
+        "EOF",
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,154 @@
+"""One typed place for what the operator can set, wherever it was set."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+# A socket's path has to fit into 108 bytes of the kernel's address, its end included.
+MAX_SOCKET_PATH_BYTES = 100
+
+# Variables that are read, but are options of no command of their own.
+CLIENT_VARIABLES = ("SALTERN_ADMIN_URL", "SALTERN_ADMIN_KEY")
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
+_UNIT_BYTES = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+
+class SettingsError(Exception):
+    """One line: what is wrong with a setting, and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of `saltern serve` and `saltern gateway`; paths are absolute.
+
+    Attributes:
+        model: of the store; None is the default model. The gateway on its own takes the store's word.
+    """
+
+    data_dir: Path
+    database_url: str
+    kek_file: Path
+    socket: Path
+    model: str | None = None
+    model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    admin_port: int = 8001
+    drain_seconds: float = 4.0
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        data_dir: Path,
+        database_url: str | None,
+        kek_file: Path | None,
+        socket: Path | None,
+        model: str | None,
+        model_name: str | None,
+        host: str,
+        port: int,
+        admin_port: int,
+        drain_seconds: float,
+    ) -> Settings:
+        """With the defaults that depend on the data directory.
+
+        Raises:
+            SettingsError: the directory can't be made or written, or the socket's path is too long.
+        """
+        data_dir = data_dir.expanduser().absolute()
+        prepare_data_dir(data_dir)
+        return cls(
+            data_dir=data_dir,
+            database_url=database_url or f"sqlite+aiosqlite:///{data_dir / 'saltern.db'}",
+            kek_file=(kek_file or data_dir / "kek").expanduser().absolute(),
+            socket=socket_path(data_dir, socket),
+            model=model,
+            model_name=model_name,
+            host=host,
+            port=port,
+            admin_port=admin_port,
+            drain_seconds=drain_seconds,
+        )
+
+    @property
+    def model_dir(self) -> Path | None:
+        """The model's folder, where a folder was named."""
+        return Path(self.model).expanduser().absolute() if self.model else None
+
+
+def prepare_data_dir(data_dir: Path) -> None:
+    """Make the data directory, for us alone, and see that it can be written.
+
+    Raises:
+        SettingsError: it can't.
+    """
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=data_dir):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise SettingsError(
+            f"the data directory {data_dir} can't be written ({reason}): make it writable, or choose another --data-dir"
+        ) from None
+
+
+def socket_path(data_dir: Path, chosen: Path | None) -> Path:
+    """Where the store's socket is: as chosen, in the data directory, or in a short folder where that is too long.
+
+    Raises:
+        SettingsError: the chosen path is too long, or the short folder is somebody else's.
+    """
+    path = (chosen or data_dir / "run" / "store.sock").expanduser().absolute()
+    size_bytes = len(os.fsencode(path))
+    if size_bytes <= MAX_SOCKET_PATH_BYTES:
+        return path
+    if chosen is not None:
+        raise SettingsError(
+            f"--socket has {size_bytes} bytes and a socket's path at most {MAX_SOCKET_PATH_BYTES}: choose a shorter one"
+        )
+    # Made from the data directory, so that every process of it finds the same.
+    name = hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"saltern-{os.geteuid()}-{name}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700:
+        raise SettingsError(f"{folder} must be a folder of ours with mode 0700: remove it, or choose a --socket")
+    return folder / "store.sock"
+
+
+def size_bytes(text: str) -> int:
+    """Bytes of `512MiB`, `1.5GiB` or `1000000`. Raises SettingsError for anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise SettingsError(f"{text!r} is no size: write a number with B, KiB, MiB, GiB or TiB, such as 1GiB")
+    return int(float(match[1]) * _UNIT_BYTES[(match[2] or "B").lower()])
+
+
+def check_environment(environment: Mapping[str, str], known: Iterable[str]) -> None:
+    """A misspelt setting must not be ignored.
+
+    Raises:
+        SettingsError: a `SALTERN_` variable that no option reads, with the closest one that exists.
+    """
+    names = {*known, *CLIENT_VARIABLES}
+    for name in sorted(environment):
+        if name.startswith("SALTERN_") and name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            remedy = f"did you mean {close[0]}?" if close else "`saltern serve --help` lists those that exist"
+            raise SettingsError(f"{name} is no setting: {remedy}")
+
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+DTypeChoice = Literal["auto", "fp32", "bf16", "fp16"]

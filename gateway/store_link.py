@@ -1,0 +1,145 @@
+"""The gateway's connection to a store: made again whenever it is lost, fences before requests.
+
+Fences go over a connection from its first moment, requests only after every pending fence was acknowledged on it. A
+rotation that commits while the pending ones are read is sent by whoever rotated: none falls between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from cachestore.client import StoreClient, StoreLost, StoreRefused
+from gateway.http.errors import ApiError
+from gateway.prompt.model_files import ModelFilesError
+from gateway.served_model import ServedModel
+from gateway.tenants.directory import Directory
+from gateway.tenants.fences import Dropped
+
+log = logging.getLogger("saltern.gateway")
+
+FIRST_RETRY_SECONDS = 0.05
+LAST_RETRY_SECONDS = 1.0
+# An engine with work that made no step for this long is not ready for more.
+STEP_AGE_LIMIT_MS = 10_000
+
+
+class StoreUnavailable(ApiError):
+    """503: no store can take the request now."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            503,
+            message,
+            type="service_unavailable_error",
+            code="server_is_overloaded",
+            headers=(("retry-after", "1"), ("retry-after-ms", "1000"), ("x-should-retry", "true")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A store that takes requests, and the model it serves."""
+
+    client: StoreClient
+    model: ServedModel
+
+
+class StoreLink:
+    """Keeps one connection to the store at `socket_path`.
+
+    Args:
+        model_dir: where the tokenizer files are, when not in the store's own directory.
+        model_name: what clients call the model; None for the directory's name.
+    """
+
+    def __init__(
+        self, socket_path: Path, directory: Directory, *, model_dir: Path | None = None, model_name: str | None = None
+    ) -> None:
+        self.connected = asyncio.Event()
+        self._socket_path = socket_path
+        self._directory = directory
+        self._model_dir = model_dir
+        self._model_name = model_name
+        self._fencing: StoreClient | None = None
+        self._connection: Connection | None = None
+        self._model: ServedModel | None = None
+
+    def connection(self) -> Connection:
+        """Raises StoreUnavailable when no store takes requests."""
+        if self._connection is None or self._connection.client.closed.is_set():
+            raise StoreUnavailable("The model is not available at the moment. Try again in a second.")
+        return self._connection
+
+    def trouble(self) -> str | None:
+        """Why requests would not be served now; None when they would."""
+        if self._connection is None or self._connection.client.closed.is_set():
+            return "no store is connected"
+        if self._connection.client.step_age_ms > STEP_AGE_LIMIT_MS:
+            return "the store has work and makes no steps"
+        return None
+
+    async def fence(self, account: bytes, epoch: int) -> Dropped | None:
+        """Everything of the account older than `epoch` has left the index when this returns; None: nobody answered."""
+        return await self._drop(account, epoch)
+
+    async def drop_account(self, account: bytes) -> Dropped | None:
+        """All of the account has left the index when this returns; None: nobody answered."""
+        return await self._drop(account, None)
+
+    async def _drop(self, account: bytes, epoch: int | None) -> Dropped | None:
+        if self._fencing is None:
+            return None
+        try:
+            return await _send_fence(self._fencing, account, epoch)
+        except StoreLost:
+            return None
+
+    async def run(self) -> None:
+        """Connect, and connect again. Ends only by cancellation."""
+        retry_seconds = FIRST_RETRY_SECONDS
+        while True:
+            try:
+                client = await StoreClient.connect(self._socket_path)
+                try:
+                    await self._serve(client)
+                    retry_seconds = FIRST_RETRY_SECONDS
+                    log.warning("the store's connection was lost")
+                finally:
+                    self._fencing = self._connection = None
+                    self.connected.clear()
+                    client.close()
+            except StoreLost:
+                pass
+            except (StoreRefused, ModelFilesError, ApiError) as error:
+                log.error("the store can't be used: %s", error)
+            await asyncio.sleep(retry_seconds)
+            retry_seconds = min(2 * retry_seconds, LAST_RETRY_SECONDS)
+
+    async def _serve(self, client: StoreClient) -> None:
+        model = await self._open_model(client)
+        self._fencing = client
+        for fence in await self._directory.pending_fences():
+            await _send_fence(client, fence.account, fence.epoch)
+            await self._directory.fence_done(fence)
+        self._connection = Connection(client, model)
+        self.connected.set()
+        await client.closed.wait()
+
+    async def _open_model(self, client: StoreClient) -> ServedModel:
+        """The model of this store; the one in hand when the store is the same but for its name."""
+        store = client.welcome
+        if self._model is None or self._model.store != store:
+            directory = self._model_dir or Path(store.model_dir)
+            self._model = await asyncio.to_thread(ServedModel.open, store, directory, self._model_name)
+        return self._model
+
+
+async def _send_fence(client: StoreClient, account: bytes, epoch: int | None) -> Dropped:
+    if epoch is None:
+        fenced = await client.drop_account(account)
+    else:
+        fenced = await client.fence(account, epoch)
+    return Dropped(fenced.blocks, fenced.bytes)

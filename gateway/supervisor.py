@@ -1,0 +1,117 @@
+"""Starts `saltern store`, watches it, and starts it again when it ends.
+
+The store inherits the read end of a pipe whose write end only we hold: when this process is gone, however it went,
+the store sees the end of the pipe and goes too. It runs in a session of its own, so that Ctrl-C reaches the gateway
+alone, which lets running answers end before it tells the store to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+log = logging.getLogger("saltern.gateway")
+
+FIRST_BACKOFF_SECONDS = 0.5
+LAST_BACKOFF_SECONDS = 8.0
+# A store that lived this long did not fail because of how it was started.
+SETTLED_SECONDS = 10.0
+STOP_SECONDS = 3.0
+
+
+class StoreEnded(Exception):
+    """The first store of this start ended by itself. Attributes: `code`, its exit status."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the store ended with status {code}")
+        self.code = code
+
+
+class Supervisor:
+    """Runs one store as a child process.
+
+    Args:
+        arguments: of `saltern store`.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = arguments
+        self._life_read, self._life_write = os.pipe()
+        self._process: asyncio.subprocess.Process | None = None
+        self._ready = False
+        self._stopping = False
+
+    def settled(self) -> None:
+        """The first store serves: from now on an end is a crash, and it is started again."""
+        self._ready = True
+
+    async def run(self) -> None:
+        """Start the store, and start it again when it ends.
+
+        Raises:
+            StoreEnded: it ended before it ever served.
+        """
+        backoff_seconds = FIRST_BACKOFF_SECONDS
+        while True:
+            started = time.monotonic()
+            await self._start()
+            assert self._process is not None
+            code = await self._process.wait()
+            if self._stopping:
+                return
+            if not self._ready:
+                raise StoreEnded(code)
+            lived = time.monotonic() - started
+            backoff_seconds = FIRST_BACKOFF_SECONDS if lived > SETTLED_SECONDS else backoff_seconds
+            log.error("the store ended with status %d after %.0f s; next start in %.1f s", code, lived, backoff_seconds)
+            await asyncio.sleep(backoff_seconds)
+            backoff_seconds = min(2 * backoff_seconds, LAST_BACKOFF_SECONDS)
+
+    async def _start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *_saltern(),
+            "store",
+            *self._arguments,
+            "--life-descriptor",
+            str(self._life_read),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=(self._life_read,),
+            start_new_session=True,
+        )
+
+    async def stop(self) -> None:
+        """SIGTERM, then SIGKILL after three seconds. Leaves no process."""
+        self._stopping = True
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(STOP_SECONDS):
+                    await process.wait()
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        os.close(self._life_write)
+        os.close(self._life_read)
+
+
+    def kill(self) -> None:
+        """End the store at once."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+
+def _saltern() -> list[str]:
+    """The command as it was installed, so that `ps` shows `saltern store`."""
+    script = Path(sys.executable).with_name("saltern")
+    return [str(script)] if script.exists() else [sys.executable, "-m", "gateway.cli"]
