@@ -55,7 +55,7 @@ class AdminClient:
                 "or set SALTERN_ADMIN_URL to where it runs"
             ) from None
         try:
-            content = response.json() if response.content else None
+            content: Any = response.json() if response.content else None
             if response.is_success:
                 return content
             message = content["error"]["message"]

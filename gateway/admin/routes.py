@@ -29,11 +29,13 @@ from gateway.secret import Secret
 from gateway.tenants.directory import Directory
 from gateway.tenants.fences import Dropped, PendingFence
 from gateway.tenants.registry import NameTaken, Registry, SaltHistory
-from gateway.tenants.tables import ApiKey, Tenant, utc_now
+from gateway.tenants.tables import ApiKey, Tenant
 
 PREFIX = "/admin/v1/tenants"
 
 _NEVER = datetime(9999, 12, 30, tzinfo=UTC)
+_TENANT_NAME = re.compile(r"[a-z0-9-]{1,64}")
+_KEY_NAME = re.compile(r"[^\x00-\x1f\x7f-\x9f]{1,64}")
 _ID = re.compile(r"[a-z]{3}_[0-9a-z]{1,28}")
 
 
@@ -56,11 +58,13 @@ def admin_routes(directory: Directory, link: StoreLink) -> list[Route]:
 class AdminApi:
     def __init__(self, directory: Directory, link: StoreLink) -> None:
         self._directory = directory
-        self._registry = Registry(directory.database, directory.keyring)
+        self._clock = directory.clock
+        self._registry = Registry(directory.database, directory.keyring, directory.clock)
         self._link = link
 
     async def create_tenant(self, request: Request) -> Response:
         body = await read_struct(request, TenantInput)
+        _check_tenant_name(body.name)
         try:
             tenant = await self._registry.create_tenant(body.name)
         except NameTaken:
@@ -71,8 +75,8 @@ class AdminApi:
     async def list_tenants(self, request: Request) -> Response:
         asked = pages.window(request, also=("name",))
         name = request.query_params.get("name")
-        if name is not None and not re.fullmatch(r"[a-z0-9-]{1,64}", name):
-            raise bad_value("name", "A tenant's name is 1 to 64 of a-z, 0-9 and -.")
+        if name is not None:
+            _check_tenant_name(name)
         rows = await self._registry.tenants(asked.limit + 1, pages.after_row(asked), name)
         return json_response(pages.page(rows, asked.limit, _tenant_body, _row_position))
 
@@ -92,21 +96,23 @@ class AdminApi:
     async def create_key(self, request: Request) -> Response:
         tenant_id = _id(request, "tenant_id")
         body = await read_struct(request, KeyInput)
-        if body.expires_at is not None and not utc_now() < body.expires_at < _NEVER:
+        if body.name is not None and not _KEY_NAME.fullmatch(body.name):
+            raise bad_value("name", "A key's name is 1 to 64 characters, none of them a control character.")
+        if body.expires_at is not None and not self._clock() < body.expires_at < _NEVER:
             raise bad_value("expires_at", f"expires_at must lie between now and {_NEVER:%Y-%m-%d}.")
         created = await self._registry.create_key(tenant_id, body.name, frozenset(body.scopes), body.expires_at)
         if created is None:
             raise _not_found()
         row, text = created
         headers = {"location": f"{PREFIX}/{tenant_id}/keys/{row.id}", "cache-control": "no-store"}
-        return json_response(_key_body(row, utc_now(), text), 201, headers)
+        return json_response(_key_body(row, self._clock(), text), 201, headers)
 
     async def list_keys(self, request: Request) -> Response:
         asked = pages.window(request)
         rows = await self._registry.keys(_id(request, "tenant_id"), asked.limit + 1, pages.after_row(asked))
         if rows is None:
             raise _not_found()
-        now = utc_now()
+        now = self._clock()
         return json_response(pages.page(rows, asked.limit, lambda row: _key_body(row, now), _row_position))
 
     async def delete_key(self, request: Request) -> Response:
@@ -148,6 +154,11 @@ def _id(request: Request, name: str) -> str:
     if not _ID.fullmatch(value):
         raise _not_found()
     return value
+
+
+def _check_tenant_name(name: str) -> None:
+    if not _TENANT_NAME.fullmatch(name):
+        raise bad_value("name", "A tenant's name is 1 to 64 of a-z, 0-9 and -.")
 
 
 def _not_found() -> ApiError:

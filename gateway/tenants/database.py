@@ -5,7 +5,9 @@ SQLite by default, PostgreSQL by URL. Nothing here knows what the tables mean.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, event
-from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 import migrations
@@ -25,10 +27,15 @@ from gateway.http.errors import ApiError
 logger = logging.getLogger(__name__)
 
 BUSY_TIMEOUT_MS = 5000
+_RETRY_SECONDS = 0.02
 
 
-class SchemaTooNew(Exception):
-    """The database was written by a newer version than this one."""
+class CannotOpen(Exception):
+    """The database cannot be used as it is: one line for the operator."""
+
+
+class SchemaTooNew(CannotOpen):
+    """It was written by a newer version than this one."""
 
 
 class DatabaseUnavailable(ApiError):
@@ -57,20 +64,32 @@ class Database:
         """Connect and migrate to this version's schema.
 
         Raises:
-            SchemaTooNew: the schema is one that this version does not know.
+            CannotOpen: the URL leads to no database, or to one whose schema this version does not know.
         """
-        # Statements go into error messages with their values unless this is set.
-        engine = create_async_engine(url, hide_parameters=True)
+        try:
+            # Statements go into error messages with their values unless this is set.
+            engine = create_async_engine(url, hide_parameters=True)
+        except (ArgumentError, ModuleNotFoundError) as error:
+            reason = f"no driver {error.name}" if isinstance(error, ModuleNotFoundError) else "no database URL"
+            raise CannotOpen(
+                f"the database does not open: {reason}; give sqlite+aiosqlite:///PATH, or install saltern[postgres] "
+                "and give postgresql+asyncpg://USER:PASSWORD@HOST/NAME"
+            ) from None
         if engine.dialect.name == "sqlite":
             event.listen(engine.sync_engine, "connect", _configure_sqlite)
             event.listen(engine.sync_engine, "begin", _begin_sqlite)
         database = cls(engine)
         try:
+            await _first_connection(engine)
             async with engine.execution_options(writes=True).begin() as connection:
                 await connection.run_sync(_migrate)
             await database.scrub()
-        except BaseException:
+        except BaseException as error:
             await engine.dispose()
+            if isinstance(error, (DBAPIError, OSError)):
+                cause = error.orig if isinstance(error, DBAPIError) else error.strerror
+                name = engine.url.render_as_string(hide_password=True)
+                raise CannotOpen(f"the database {name} does not open: {cause}") from error
             raise
         return database
 
@@ -122,6 +141,19 @@ async def _unavailable() -> AsyncIterator[None]:
     except (OperationalError, InterfaceError, ConnectionError) as error:
         logger.error("the database does not answer: %s", error)
         raise DatabaseUnavailable from error
+
+
+async def _first_connection(engine: AsyncEngine) -> None:
+    """Two processes that turn a new SQLite file to write-ahead logging at once: one is refused without waiting."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_MS / 1000
+    while True:
+        try:
+            async with engine.connect():
+                return
+        except OperationalError as error:
+            if getattr(error.orig, "sqlite_errorname", None) != "SQLITE_BUSY" or time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(_RETRY_SECONDS)
 
 
 def _configure_sqlite(connection: Any, record: object) -> None:

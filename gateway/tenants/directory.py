@@ -66,7 +66,7 @@ class Directory:
     def __init__(self, database: Database, keyring: Keyring, clock: Callable[[], datetime] = utc_now) -> None:
         self.database = database
         self.keyring = keyring
-        self._clock = clock
+        self.clock = clock
 
     @classmethod
     async def open(cls, database: Database, kek_file: Path, clock: Callable[[], datetime] = utc_now) -> Directory:
@@ -116,7 +116,7 @@ class Directory:
                 ApiKey.id == principal.key_id,
                 Tenant.id == principal.tenant_id,
                 ApiKey.status == "active",
-                or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > self._clock()),
+                or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > self.clock()),
                 Tenant.status == "active",
             )
         )
@@ -156,7 +156,7 @@ class Directory:
                         Epoch.epoch < fence.epoch,
                         Epoch.dropped_at.is_(None),
                     )
-                    .values(dropped_at=self._clock())
+                    .values(dropped_at=self.clock())
                 )
 
     async def ensure_first_admin_key(self, data_dir: Path) -> Path:
@@ -165,7 +165,7 @@ class Directory:
         async with self.database.write() as session:
             if await session.scalar(select(exists(select(AdminKey.id)))):
                 return path
-            key = await new_key(self.keyring, "admin", ADMIN_SCOPES, self._clock(), name="first")
+            key = await new_key(self.keyring, "admin", ADMIN_SCOPES, self.clock(), name="first")
             session.add(AdminKey(**key.row))
             # Before the commit: a key in the database that nobody has would lock everybody out.
             _write_private(path, key.text)
@@ -175,7 +175,7 @@ class Directory:
         version = stored.pepper_version if stored else PEPPER_VERSION
         expected = stored.digest if stored else _DUMMY_DIGEST
         equal = hmac.compare_digest(await self.keyring.digest(presented.secret, version), expected)
-        return equal and stored is not None and stored.is_active(self._clock())
+        return equal and stored is not None and stored.is_active(self.clock())
 
 
 def _presented(kind: Kind, headers: Headers) -> ParsedKey:

@@ -145,9 +145,11 @@ def _read(path: Path) -> dict[str, Secret]:
         ) from None
     except OSError as error:
         raise VaultError(f"the key-encryption key {path} does not open: {error.strerror}") from None
-    with open(descriptor, "rb") as file:
+    try:
         _check_permissions(path, os.fstat(descriptor))
-        content = file.read(_MAX_FILE_BYTES + 1)
+        content = os.read(descriptor, _MAX_FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
     if len(content) > _MAX_FILE_BYTES:
         raise VaultError(f"{path} is over {_MAX_FILE_BYTES} bytes: not a file of keys")
     keys: dict[str, Secret] = {}

@@ -1,0 +1,185 @@
+"""Tenants made, rotated and deleted, and what is left of their secrets."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select, text
+
+from gateway.http.errors import Unauthorized
+from gateway.tenants.fences import PendingFence
+from gateway.tenants.keyring import SaltUnavailable
+from gateway.tenants.registry import NameTaken
+from gateway.tenants.tables import WrappedSecret
+from tests.gateway.tenants.opened import Opened, bearer, opened
+
+pytestmark = pytest.mark.anyio
+
+
+async def wrapped(door: Opened, tenant_id: str) -> list[bytes]:
+    async with door.directory.database.read() as session:
+        rows = await session.scalars(select(WrappedSecret.wrapped).where(WrappedSecret.tenant_id == tenant_id))
+        return list(rows)
+
+
+async def count(door: Opened, table: str) -> int:
+    async with door.directory.database.read() as session:
+        return int(await session.scalar(text(f"SELECT count(*) FROM {table}")))
+
+
+async def test_a_name_is_taken_once(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door:
+        await door.tenant("a")
+        with pytest.raises(NameTaken):
+            await door.tenant("a")
+        await door.tenant("b")
+        assert [tenant.name for tenant in await door.registry.tenants(10)] == ["a", "b"]
+        assert await count(door, "wrapped_secrets") == 2 + 2 * 2
+
+
+async def test_line_16_no_plaintext_secret_is_in_the_database_file(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door:
+        tenant = await door.tenant("a-tenant-name")
+        row, key = await door.key(tenant)
+        salt, offload_key = await door.directory.salt(tenant.id, 1), await door.directory.offload_key(tenant.id, 1)
+        assert (tmp_path / "saltern.db-wal").stat().st_size > 0
+        files = door.files()
+        assert b"a-tenant-name" in files
+        assert row.digest in files
+        assert all(blob in files for blob in await wrapped(door, tenant.id))
+        for secret in (salt.reveal(), offload_key.reveal(), key, key[24:67], key[-49:]):
+            assert secret not in files
+            assert secret.hex().encode() not in files
+
+
+async def test_rotation_starts_an_epoch_with_fresh_secrets_and_destroys_the_old(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door:
+        tenant, other = await door.tenant("a"), await door.tenant("b")
+        before = await door.directory.salt(tenant.id, 1), await door.directory.offload_key(tenant.id, 1)
+        others = await wrapped(door, other.id)
+        old = await wrapped(door, tenant.id)
+        assert all(blob in door.files() for blob in old)
+        fence = await door.registry.rotate(tenant.id)
+        assert fence is not None
+        assert (fence.account, fence.epoch) == (tenant.account, 2)
+        after = await door.directory.salt(tenant.id, 2), await door.directory.offload_key(tenant.id, 2)
+        assert len({secret.reveal() for secret in (*before, *after)}) == 4
+        with pytest.raises(SaltUnavailable):
+            await door.directory.salt(tenant.id, 1)
+        files = door.files()
+        assert not any(blob in files for blob in old)
+        assert all(blob in files for blob in await wrapped(door, tenant.id))
+        assert await wrapped(door, other.id) == others
+
+
+async def test_rotating_nothing_changes_nothing(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door:
+        await door.tenant("a")
+        assert await door.registry.rotate("ten_unknown") is None
+        assert await door.registry.delete_tenant("ten_unknown") is None
+        assert await door.directory.pending_fences() == []
+
+
+async def test_line_12_a_rotation_leaves_its_fence_pending_until_a_store_confirms(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door:
+        tenant = await door.tenant("a")
+        fence = await door.registry.rotate(tenant.id)
+        assert fence is not None
+    async with opened(tmp_path) as door:
+        assert await door.directory.pending_fences() == [fence]
+        assert await states(door, tenant.id) == ["dropping", "active"]
+        await door.directory.fence_done(fence)
+        assert await door.directory.pending_fences() == []
+        assert await states(door, tenant.id) == ["dropped", "active"]
+
+
+async def test_a_later_fence_replaces_an_earlier_one(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door:
+        tenant = await door.tenant("a")
+        first, second = await door.registry.rotate(tenant.id), await door.registry.rotate(tenant.id)
+        assert first is not None
+        assert second is not None
+        assert await door.directory.pending_fences() == [second]
+        await door.directory.fence_done(first)
+        assert await door.directory.pending_fences() == [second]
+        assert await states(door, tenant.id) == ["dropped", "dropping", "active"]
+        await door.directory.fence_done(second)
+        assert await states(door, tenant.id) == ["dropped", "dropped", "active"]
+        deletion = await door.registry.delete_tenant(tenant.id)
+        assert deletion == PendingFence(deletion.id if deletion else "", tenant.account, None)
+        assert await door.directory.pending_fences() == [deletion]
+
+
+async def test_rotations_at_once_each_get_an_epoch_of_their_own(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door, opened(tmp_path) as other_gateway:
+        tenant = await door.tenant("a")
+        gateways = (door, other_gateway) * 4
+        fences = await asyncio.gather(*(gateway.registry.rotate(tenant.id) for gateway in gateways))
+        assert sorted(fence.epoch or 0 for fence in fences if fence) == list(range(2, 10))
+        await door.directory.salt(tenant.id, 9)
+        assert len(await wrapped(door, tenant.id)) == 2
+
+
+async def test_line_14_after_deletion_nothing_of_a_tenant_is_left_in_the_file(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door:
+        tenant, kept = await door.tenant("a-tenant-that-goes"), await door.tenant("a-tenant-that-stays")
+        row, key = await door.key(tenant)
+        kept_row, _ = await door.key(kept)
+        blobs, kept_blobs = await wrapped(door, tenant.id), await wrapped(door, kept.id)
+        gone = [*blobs, row.digest, row.id.encode(), tenant.id.encode(), tenant.name.encode()]
+        stays = [*kept_blobs, kept_row.digest, kept_row.id.encode(), kept.id.encode(), kept.name.encode()]
+        assert all(value in door.files() for value in gone + stays)
+        await door.directory.salt(tenant.id, 1)
+        assert await door.registry.delete_tenant(tenant.id) is not None
+        files = door.files()
+        assert [value for value in gone if value in files] == []
+        assert all(value in files for value in stays)
+        with pytest.raises(SaltUnavailable):
+            await door.directory.salt(tenant.id, 1)
+        with pytest.raises(Unauthorized):
+            await door.directory.authenticate(bearer(key))
+        for table in ("tenants", "api_keys", "epochs"):
+            assert await count(door, table) == 1
+
+
+async def test_a_deleted_key_is_unreadable_in_the_file(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door:
+        tenant = await door.tenant("a")
+        row, _ = await door.key(tenant)
+        assert row.digest in door.files()
+        assert not await door.registry.delete_key("ten_other", row.id)
+        assert row.digest in door.files()
+        assert await door.registry.delete_key(tenant.id, row.id)
+        assert row.digest not in door.files()
+        assert not await door.registry.delete_key(tenant.id, row.id)
+
+
+async def test_line_15_a_tenant_recreated_with_the_same_name_starts_anew(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door:
+        first = await door.tenant("a")
+        old = await door.directory.salt(first.id, 1), await door.directory.offload_key(first.id, 1)
+        _, key = await door.key(first)
+        await door.registry.delete_tenant(first.id)
+        again = await door.tenant("a")
+        assert (again.id, again.account) != (first.id, first.account)
+        new = await door.directory.salt(again.id, 1), await door.directory.offload_key(again.id, 1)
+        assert len({secret.reveal() for secret in (*old, *new)}) == 4
+        with pytest.raises(Unauthorized):
+            await door.directory.authenticate(bearer(key))
+        assert [fence.account for fence in await door.directory.pending_fences()] == [first.account]
+
+
+async def test_another_gateway_forgets_a_destroyed_salt_within_five_minutes(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door, opened(tmp_path) as other_gateway:
+        tenant = await door.tenant("a")
+        await other_gateway.directory.salt(tenant.id, 1)
+        await door.registry.delete_tenant(tenant.id)
+        other_gateway.clock.advance(minutes=5)
+        with pytest.raises(SaltUnavailable):
+            await other_gateway.directory.salt(tenant.id, 1)
+
+
+async def states(door: Opened, tenant_id: str) -> list[str]:
+    history = await door.registry.salts(tenant_id, 10)
+    assert history is not None
+    return [salt.state for salt in history]
