@@ -21,6 +21,9 @@ from cachestore.start_error import StartError
 
 PROBE_TOKENS = 48
 COMPANION_TOKENS = 21
+_UNSUPPORTED = (
+    "Recurrent layers, keys shared between layers and attention outside transformers' interface are not supported"
+)
 CHUNK_ENDS = (19, 40, 47, PROBE_TOKENS)
 
 
@@ -49,8 +52,8 @@ def prove_binding(model: Model, layout: BlockLayout, dtype: DType, vocabulary_to
         raise
     except Exception as error:
         raise StartError(
-            f"{name} can't be served: its attention does not run over the paged cache ({type(error).__name__}: {error}). "
-            "Recurrent layers, keys shared between layers and attention outside transformers' interface are not supported"
+            f"{name} can't be served: its attention does not run over the paged cache ({type(error).__name__}: "
+            f"{error}). {_UNSUPPORTED}"
         ) from error
     difference: float = max((a - b).abs().max().item() for a, b in zip(plain, paged, strict=True))
     allowed = 1e-3 if dtype == "fp32" else 0.02 * max(logits.abs().max().item() for logits in plain)
@@ -58,8 +61,7 @@ def prove_binding(model: Model, layout: BlockLayout, dtype: DType, vocabulary_to
     if not difference <= allowed:
         raise StartError(
             f"{name} can't be served: over the paged cache its logits differ by {difference:.3g} from its own (allowed "
-            f"{allowed:.3g} in {dtype}). Recurrent layers, keys shared between layers and attention outside transformers' "
-            "interface are not supported"
+            f"{allowed:.3g} in {dtype}). {_UNSUPPORTED}"
         )
     return difference
 

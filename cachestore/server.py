@@ -1,7 +1,7 @@
 """The socket server around the engine thread.
 
-A Unix stream socket, mode 0600 in a 0700 directory, whose peers must have our uid. The loop owns the sockets, the engine
-thread owns everything else; they exchange messages and never wait for each other.
+A Unix stream socket, mode 0600 in a 0700 directory, whose peers must have our uid. The loop owns the sockets, the
+engine thread owns everything else; they exchange messages and never wait for each other.
 """
 
 from __future__ import annotations

@@ -70,6 +70,10 @@ async def start(
         ApiError: 400 too long, 401 the key is no longer active, 503 no salt, no store or no room in time.
     """
     model = connection.model
+    if (highest := max(prompt.tokens)) >= model.store.limits.vocabulary_tokens:
+        # The store takes such an id for a broken gateway and drops the connection, everybody's requests with it.
+        last = model.store.limits.vocabulary_tokens - 1
+        raise ApiError(400, f"The prompt has token {highest}, and the model's last one is {last}.")
     max_tokens = granted_tokens(model, len(prompt.tokens), generation.max_tokens)
     context = Context.of_store(model.store, generation.scope)
     sampling = Sampling(
