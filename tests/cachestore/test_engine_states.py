@@ -1,0 +1,134 @@
+"""Random histories of the engine: whatever gateways do, nothing is lost, nothing is read that another wrote."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from tests.cachestore.support import ALICE, BOB, Answer, Harness, expected_answer
+
+ACCOUNTS = (ALICE, BOB)
+# Prompts that share a beginning of 0, 4, 8 … tokens with each other, and end at and around the ends of blocks.
+# Rare events happen at one value of a die, so that histories grow between them.
+DIE = st.integers(0, 19)
+PROMPTS = [[1] * shared + [word] * rest for shared in (0, 4, 8, 9) for word in (2, 3) for rest in (1, 3, 4, 5, 12)]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """`Harness` checks the engine after each call: its state, the order of events, and what every step reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.harness = Harness(blocks=14, block_tokens=4, step_tokens=12, max_running=4, max_context_tokens=48)
+        self.epochs = dict.fromkeys(ACCOUNTS, 1)
+        self.dropped: set[bytes] = set()
+        self.connections = [1, 2]
+        self.answers: list[Answer] = []
+
+    @rule(
+        account=st.sampled_from(ACCOUNTS),
+        prompts=st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=4),
+        max_tokens=st.sampled_from([1, 4, 9, 24, 40]),
+        which=st.integers(0, 1),
+        wait_seconds=st.sampled_from([60, 60, 0.2]),
+    )
+    def submit(
+        self, account: bytes, prompts: list[list[int]], max_tokens: int, which: int, wait_seconds: float
+    ) -> None:
+        for prompt in prompts:
+            answer = self.harness.submit(
+                prompt,
+                account=account,
+                epoch=self.epochs[account],
+                connection=self.connections[which],
+                max_tokens=max_tokens,
+                wait_seconds=wait_seconds,
+            )
+            if account in self.dropped:
+                assert answer.rejected
+                assert answer.rejected.code == "unknown_account"
+            elif not answer.over:
+                self.answers.append(answer)
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        self.harness.step(count)
+
+    @precondition(lambda self: self.answers)
+    @rule(choice=st.integers(0, 99))
+    def seal(self, choice: int) -> None:
+        answer = self.answers[choice % len(self.answers)]
+        if answer.over:
+            self.harness.seal(answer)
+            self.answers.remove(answer)
+        elif answer.started:
+            self.harness.seal(answer, last=False)
+
+    @precondition(lambda self: self.answers)
+    @rule(choice=st.integers(0, 99), die=DIE)
+    def abort(self, choice: int, die: int) -> None:
+        if die < 10:
+            return
+        self.harness.abort(self.answers[choice % len(self.answers)])
+
+    @rule(which=st.integers(0, 1), die=DIE)
+    def disconnect(self, which: int, die: int) -> None:
+        if die != 13:
+            return
+        gone = self.connections[which]
+        self.harness.disconnect(gone)
+        assert not [key for key in self.harness.engine._sequences if key[0] == gone]
+        self.connections[which] = max(self.connections) + 1
+        self.answers = [answer for answer in self.answers if answer.connection != gone]
+
+    @rule(account=st.sampled_from(ACCOUNTS), die=DIE)
+    def fence(self, account: bytes, die: int) -> None:
+        if die not in (5, 13):
+            return
+        self.epochs[account] += 1
+        before = self.harness.cached_blocks(account)
+        assert self.harness.fence(account, self.epochs[account]).blocks == before
+        assert self.harness.cached_blocks(account) == 0
+
+    @rule(account=st.sampled_from(ACCOUNTS), die=DIE)
+    def drop(self, account: bytes, die: int) -> None:
+        if die != 13:
+            return
+        self.harness.drop(account)
+        self.dropped.add(account)
+        assert self.harness.cached_blocks(account) == 0
+
+    @rule(seconds=st.sampled_from([0.1, 0.9, 1.5]))
+    def expire(self, seconds: float) -> None:
+        self.harness.expire(seconds)
+        for sequence in self.harness.engine._ended.values():
+            assert self.harness.clock.ns - sequence.finished_ns < 1_000_000_000
+        self.answers = [answer for answer in self.answers if not answer.rejected]
+
+    @rule(die=DIE)
+    def fail(self, die: int) -> None:
+        if die != 13:
+            return
+        self.harness.remembering.fault = RuntimeError("planted")
+        self.harness.step()
+        self.harness.remembering.fault = None
+
+    def teardown(self) -> None:
+        """All that was begun ends; what was answered is right; nothing is held."""
+        while self.harness.engine.has_work:
+            self.harness.step()
+        self.harness.expire(2)
+        assert self.harness.engine.pool.held == 0
+        for answer in self.harness.answers.values():
+            if answer.connection in self.connections:
+                assert answer.over
+            assert answer.tokens == expected_answer(answer.prompt, len(answer.tokens))
+            if answer.reason == "length":
+                assert answer.finished is not None
+                assert answer.finished.counts.output_tokens == len(answer.tokens)
+
+
+# Well over 1,000 operations, with a check after each.
+TestEngineStates = EngineMachine.TestCase
+TestEngineStates.settings = settings(max_examples=250, stateful_step_count=50, derandomize=True, deadline=None)
