@@ -1,6 +1,7 @@
 """One table of routes, each with its auth class, and the ASGI application that serves it.
 
-Order for every request: match path and method → authenticate and authorise → handler (which reads the body).
+Order for every request: size of the headers → match path and method → authenticate and authorise → handler (which
+reads the body).
 So a path that no route has is 404 and a method it lacks is 405 with or without a credential: the table is
 public knowledge, and nothing behind it is reached. Matching and authorisation look at the same
 `scope["path"]`, never at a URL rebuilt from headers, and slashes are not redirected.
@@ -27,7 +28,26 @@ logger = logging.getLogger(__name__)
 RawHeaders = list[tuple[bytes, bytes]]
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 16 << 10
+# Between name and value and at the end of the line.
+_HEADER_LINE_BYTES = len(b": \r\n")
+
 _AUTH = re.compile(r"public|tenant|admin:[a-z-]+:(read|write)")
+
+
+def check_headers(headers: RawHeaders) -> None:
+    """
+    Raises:
+        ApiError: 431 for more than `MAX_HEADERS` headers, or more than `MAX_HEADER_BYTES` of header lines (RFC 6585).
+    """
+    size_bytes = sum(len(name) + len(value) + _HEADER_LINE_BYTES for name, value in headers)
+    if len(headers) > MAX_HEADERS or size_bytes > MAX_HEADER_BYTES:
+        message = (
+            f"The request has {len(headers)} headers of {size_bytes} bytes; at most {MAX_HEADERS} of "
+            f"{MAX_HEADER_BYTES} bytes together are read."
+        )
+        raise ApiError(431, message, headers=(("connection", "close"),))
 
 
 class AdminPrincipal(Protocol):
@@ -106,6 +126,7 @@ class Router:
             await send(message)
 
         try:
+            check_headers(scope["headers"])
             response = await self._respond(scope, receive, send_with_id)
             await response(scope, receive, send_with_id)
         except ClientDisconnect:
