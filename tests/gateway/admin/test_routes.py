@@ -313,7 +313,7 @@ async def test_line_46_an_admin_key_without_the_scope_is_403(tmp_path: Path) -> 
 async def test_b200_and_b204_odd_and_wrong_admin_keys_get_one_generic_401(tmp_path: Path) -> None:
     async with served(tmp_path) as admin:
         wrong = api_keys.mint("admin", "000000000000", bytes(32)).reveal()
-        values = [b"Bearer \xe9", b"Bearer \xc3\xa9", b"Bearer", b"", b"Bearer " + b"x" * 100_000, b"Bearer " + wrong]
+        values = [b"Bearer \xe9", b"Bearer \xc3\xa9", b"Bearer", b"", b"Bearer " + wrong]
         bodies = set()
         for value in values:
             request = httpx.Request("GET", "http://admin" + TENANTS, headers=[(b"authorization", value)])
@@ -325,6 +325,8 @@ async def test_b200_and_b204_odd_and_wrong_admin_keys_get_one_generic_401(tmp_pa
         answer = await admin.client.send(httpx.Request("GET", "http://admin" + TENANTS, headers=twice))
         refused(answer, 401)
         bodies.add(answer.content)
+        huge = {"authorization": "Bearer " + "x" * 100_000}
+        refused(await admin.client.get(TENANTS, headers=huge), 431)
         assert len(bodies) == 1
         assert b"admin_keys" not in bodies.pop()
         assert (await admin.client.get(TENANTS)).status_code == 200
