@@ -119,7 +119,7 @@ class Engine:
 
         Raises:
             ProtocolError: the id is in use, the tokens are no whole ids of the vocabulary, or the keys don't cover
-                exactly the prompt's full blocks.
+                exactly the prompt's full blocks, each with a key of its own.
         """
         if (connection, message.request) in self._sequences:
             raise ProtocolError("a request id is used twice at once")
@@ -130,6 +130,7 @@ class Engine:
             raise ProtocolError("a token id is outside the vocabulary")
         if len(message.keys) != sequence.prompt_tokens // self.block_tokens * KEY_BYTES:
             raise ProtocolError("a prompt needs one key for each of its full blocks")
+        _check_distinct(sequence.keys)
         if rejection := self._rejection(sequence):
             self._emit(connection, rejection)
             return
@@ -162,7 +163,8 @@ class Engine:
         """Take names for generated blocks; the last `Seal` ends the request's hold on its blocks.
 
         Raises:
-            ProtocolError: the names don't follow the last one given, or name blocks that no token was sent for.
+            ProtocolError: the names don't follow the last one given, name blocks that no token was sent for, or
+                name two blocks alike.
         """
         sequence = self._sequences.get((connection, message.request))
         if sequence is None:
@@ -174,6 +176,7 @@ class Engine:
             raise ProtocolError("a Seal names blocks that are not full")
         if message.last and sequence.phase is not Phase.ENDED:
             raise ProtocolError("the last Seal came before Finished")
+        _check_distinct(sequence.keys + keys)
         sequence.keys += keys
         self._publish(sequence)
         if message.last:
@@ -318,9 +321,7 @@ class Engine:
         sequence.phase = Phase.ENDED
         sequence.finished_ns = self._clock_ns()
         self._ended[sequence.connection, sequence.request] = sequence
-        finished = Finished(
-            request=sequence.request, reason=reason, stamps=sequence.stamps, counts=sequence.counts
-        )
+        finished = Finished(request=sequence.request, reason=reason, stamps=sequence.stamps, counts=sequence.counts)
         self._emit(sequence.connection, finished)
 
     def _release_ended(self, sequence: Sequence) -> None:
@@ -351,3 +352,9 @@ class Engine:
                 for position in range(sequence.published_blocks):
                     name = self.pool.name(sequence.table[position]) if sequence.table else None
                     assert not sequence.table or name == (sequence.account, sequence.epoch, sequence.keys[position])
+
+
+def _check_distinct(keys: list[bytes]) -> None:
+    """Blocks of one request with one name would become one block, held twice by one table."""
+    if len(set(keys)) != len(keys):
+        raise ProtocolError("two blocks of a request have the same key")
