@@ -7,6 +7,7 @@ import struct
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cachestore.engine import Engine, Runner
 from cachestore.index import BlockName, PrefixIndex
@@ -287,12 +288,16 @@ class Harness:
             self.step()
         raise AssertionError("the requests don't end")
 
-    def complete(self, prompt: Sequence[int], **options: object) -> Answer:
+    def complete(self, prompt: Sequence[int], **options: Any) -> Answer:
         """Submit, run to the end, and seal."""
-        answer = self.submit(prompt, **options)  # type: ignore[arg-type]
-        self.run(answer)
+        answer = self.complete_unsealed(prompt, **options)
         if answer.finished:
             self.seal(answer)
+        return answer
+
+    def complete_unsealed(self, prompt: Sequence[int], **options: Any) -> Answer:
+        answer = self.submit(prompt, **options)
+        self.run(answer)
         return answer
 
     def sequence(self, answer: Answer) -> StoreSequence:
