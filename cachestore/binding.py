@@ -27,15 +27,14 @@ _UNSUPPORTED = (
 CHUNK_ENDS = (19, 40, 47, PROBE_TOKENS)
 
 
-def prove_binding(model: Model, layout: BlockLayout, dtype: DType, vocabulary_tokens: int, name: str) -> float:
+def prove_binding(model: Model, layout: BlockLayout, dtype: DType, vocabulary_tokens: int, name: str) -> str:
     """Compare the paged path with the plain one.
 
     Returns:
-        The greatest difference of two logits.
+        How far they were apart, in words for the log.
 
     Raises:
-        StartError: they disagree by more than 1e-3 in fp32 or 2 % of the largest logit otherwise, or the model
-            does not call its attention through the interface in every layer.
+        StartError: they disagree, or the model does not call its attention through the interface in every layer.
     """
     generator = torch.Generator().manual_seed(48)
     tokens = torch.randint(0, vocabulary_tokens, (PROBE_TOKENS + COMPANION_TOKENS,), generator=generator)
@@ -46,24 +45,35 @@ def prove_binding(model: Model, layout: BlockLayout, dtype: DType, vocabulary_to
     companion.table = list(range(blocks[1] - 1, -1, -1))
     cache = KVCache(layout, sum(blocks), model.dtype, model.device)
     try:
-        plain = [model.plain_logits(part.to(model.device)) for part in (tokens[:PROBE_TOKENS], tokens[PROBE_TOKENS:])]
-        paged = _paged(model, cache, layout.block_tokens, probe, companion)
-    except StartError:
-        raise
+        parts = (tokens[:PROBE_TOKENS], tokens[PROBE_TOKENS:])
+        plain = torch.cat([model.plain_logits(part.to(model.device)) for part in parts]).float()
+        paged = torch.cat(_paged(model, cache, layout.block_tokens, probe, companion))
+        agrees, difference = _agreement(plain, paged, dtype)
     except Exception as error:
         raise StartError(
             f"{name} can't be served: its attention does not run over the paged cache ({type(error).__name__}: "
             f"{error}). {_UNSUPPORTED}"
         ) from error
-    difference: float = max((a - b).abs().max().item() for a, b in zip(plain, paged, strict=True))
-    allowed = 1e-3 if dtype == "fp32" else 0.02 * max(logits.abs().max().item() for logits in plain)
-    # Written so that NaN is refused.
-    if not difference <= allowed:
-        raise StartError(
-            f"{name} can't be served: over the paged cache its logits differ by {difference:.3g} from its own (allowed "
-            f"{allowed:.3g} in {dtype}). {_UNSUPPORTED}"
-        )
+    if not agrees:
+        raise StartError(f"{name} can't be served: over the paged cache {difference}. {_UNSUPPORTED}")
     return difference
+
+
+def _agreement(plain: torch.Tensor, paged: torch.Tensor, dtype: DType) -> tuple[bool, str]:
+    """Whether logits [T, vocabulary] are those of the same model, and how far they are apart.
+
+    In 16 bits two right ways of computing differ by several per cent of the largest logit, and on single tokens by
+    more; a wrong one is off by tens of per cent on many. So rows are compared as a whole: half of them within 2 % and
+    nine of ten within 10 %.
+    """
+    if dtype == "fp32":
+        most = (plain - paged).abs().max().item()
+        # Written so that NaN is refused.
+        return most <= 1e-3, f"logits differ from the model's own by at most {most:.2g} (allowed: 1e-3)"
+    rows = (plain - paged).norm(dim=-1) / plain.norm(dim=-1)
+    median, tail = rows.median().item(), rows.quantile(0.9).item()
+    words = f"rows of logits differ from the model's own by {median:.2%} (median) and {tail:.2%} (nine of ten)"
+    return median <= 0.02 and tail <= 0.1, f"{words} (allowed in {dtype}: 2 % and 10 %)"
 
 
 def _sequence(tokens: torch.Tensor) -> Sequence:

@@ -242,9 +242,7 @@ def _load(plan: StorePlan, options: StoreOptions) -> tuple[ModelRunner, Limits, 
     difference = prove_binding(
         model, layout, plan.dtype, checkpoint.vocabulary_tokens, checkpoint.directory.name
     )
-    log.info(
-        "model loaded and bound in %.1f s, greatest difference of a logit %.2g", time.monotonic() - started, difference
-    )
+    log.info("model loaded and bound in %.1f s; over the paged cache %s", time.monotonic() - started, difference)
     if cache_bytes is None:
         cache_bytes = int(CUDA_CACHE_SHARE * torch.cuda.mem_get_info(device)[0])
     elif plan.device == "cuda":

@@ -43,7 +43,7 @@ async def open_gateway(
     """A gateway that keeps itself connected to the store at `socket_path` until the block ends.
 
     Raises:
-        SchemaTooNew, VaultError: the database or the key-encryption key can't be used.
+        CannotOpen, VaultError: the database or the key-encryption key can't be used.
     """
     database = await Database.open(database_url)
     try:

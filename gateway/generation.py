@@ -27,10 +27,12 @@ from gateway.prompt.tokens import Prompt
 from gateway.served_model import ServedModel
 from gateway.store_link import Connection, StoreUnavailable
 from gateway.tenants.directory import Directory, Principal
+from gateway.tenants.keyring import SaltUnavailable
 
 log = logging.getLogger("saltern.gateway")
 
 QUEUE_WAIT_SECONDS = 30
+ATTEMPTS = 4
 # A store that got `Abort` answers `Finished` after the step it is in.
 FINISH_WAIT_SECONDS = 10
 
@@ -84,19 +86,24 @@ async def start(
         stop_token_ids=[] if generation.ignore_eos else list(model.tokenizer.stop_token_ids),
     )
     deadline_ns = time.monotonic_ns() + QUEUE_WAIT_SECONDS * 1_000_000_000
-    standing = await directory.standing(principal)
-    # Once more when the epoch moves between naming and the store: then everything is prepared afresh.
-    for _ in range(3):
-        salt = await directory.salt(principal.tenant_id, standing.epoch)
-        chain = ChainKey(salt, context)
-        aligned = await name_blocks(prompt.tokens, chain)
-        named_epoch, standing = standing.epoch, await directory.standing(principal)
-        if standing.epoch != named_epoch:
+    epoch = principal.epoch
+    # Prepared afresh when the epoch moves between naming and the store.
+    for _ in range(ATTEMPTS):
+        try:
+            chain = ChainKey(await directory.salt(principal.tenant_id, epoch), context)
+            aligned = await name_blocks(prompt.tokens, chain)
+        except SaltUnavailable:
+            # A rotation destroys the old salt: an error only if there was none.
+            if (await directory.standing(principal)).epoch == epoch:
+                raise
+        named_epoch, standing = epoch, await directory.standing(principal)
+        epoch = standing.epoch
+        if epoch != named_epoch:
             continue
         try:
             request = connection.client.submit(
                 account=standing.account,
-                epoch=standing.epoch,
+                epoch=epoch,
                 tokens=aligned.tokens,
                 keys=aligned.keys,
                 sampling=sampling,
@@ -111,7 +118,6 @@ async def start(
             return answer
         if rejected.code not in ("stale_epoch", "unknown_account"):
             raise _refusal(rejected)
-        standing = await directory.standing(principal)
     raise StoreUnavailable("The tenant's salt is being rotated. Try again in a second.")
 
 

@@ -25,10 +25,10 @@ from gateway.admin_client import default_data_dir
 from gateway.app import Gateway, open_gateway
 from gateway.settings import Settings, SettingsError
 from gateway.supervisor import StoreEnded, Supervisor
-from gateway.tenants.database import SchemaTooNew
+from gateway.tenants.database import CannotOpen
 from gateway.tenants.vault import VaultError
 
-REFUSALS = (SettingsError, SchemaTooNew, VaultError)
+REFUSALS = (SettingsError, CannotOpen, VaultError)
 
 KEEPALIVE_SECONDS = 75
 ADMIN_HOST = "127.0.0.1"
@@ -41,7 +41,7 @@ def run(settings: Settings, store_arguments: Sequence[str] | None) -> int:
         store_arguments: of a `saltern store` to start and watch; None to use one that runs by itself.
 
     Raises:
-        SettingsError, SchemaTooNew, VaultError: one line why nothing was started.
+        SettingsError, CannotOpen, VaultError: one line why nothing was started.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, store_arguments))

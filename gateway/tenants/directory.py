@@ -38,11 +38,17 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who an API key speaks for. `account`: the 16 bytes that stores know the tenant by."""
+    """Who an API key speaks for.
+
+    Attributes:
+        account: the 16 bytes that stores know the tenant by.
+        epoch: the tenant's when the key was looked up; `Directory.standing` has the one that counts.
+    """
 
     key_id: str
     tenant_id: str
     account: bytes
+    epoch: int
     scopes: frozenset[str]
 
 
@@ -91,7 +97,7 @@ class Directory:
         matches = await self._matches(presented, key)
         if key is None or tenant is None or not matches or tenant.status != "active":
             raise Unauthorized
-        return Principal(key.id, tenant.id, tenant.account, frozenset(key.scopes))
+        return Principal(key.id, tenant.id, tenant.account, tenant.epoch, frozenset(key.scopes))
 
     async def authenticate_admin(self, headers: Headers) -> AdminPrincipal:
         """The admin key that a request's raw headers carry; a tenant's is malformed here. Raises as `authenticate`."""
