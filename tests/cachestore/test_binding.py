@@ -1,0 +1,185 @@
+"""The proof at load: what it lets through answers like the model itself, and what is broken does not pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cachestore import batch, model
+from cachestore.binding import prove_binding
+from cachestore.model import Model
+from cachestore.start_error import StartError
+from kernels import torch_backend
+from tests.cachestore.small_models import SIZES, save_small_model, small_layout
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 7},
+    "gemma2": {
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 20.0,
+        "query_pre_attn_scalar": 16,
+    },
+}
+
+
+def load(folder: Path, context_tokens: int = 512) -> Model:
+    return Model(folder, dtype="fp32", device=torch.device("cpu"), max_context_tokens=context_tokens)
+
+
+def prove(candidate: Model, block_tokens: int = 16) -> None:
+    prove_binding(candidate, small_layout(block_tokens), "fp32", SIZES["vocab_size"], "the-model")
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("models")
+
+    def folder(model_type: str) -> Path:
+        if not (root / model_type).exists():
+            save_small_model(root / model_type, model_type, **MODELS[model_type])
+        return root / model_type
+
+    return folder
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("block_tokens", [8, 16, 64])
+def test_decoders_that_call_the_interface_pass(
+    folder_of: Callable[[str], Path], model_type: str, block_tokens: int
+) -> None:
+    prove(load(folder_of(model_type)), block_tokens)
+
+
+def _ignore_tables(attention: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+    q, k_blocks, v_blocks, tables, *rest = args
+    in_order = torch.arange(tables.shape[1], dtype=torch.int32).expand_as(tables)
+    return attention(q, k_blocks, v_blocks, in_order.contiguous(), *rest, **options)
+
+
+def _see_one_key_less(attention: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+    *first, context_lengths = args
+    return attention(*first, (context_lengths - 1).clamp(min=1), **options)
+
+
+def _without(option: str) -> Callable[..., torch.Tensor]:
+    def attend(attention: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+        return attention(*args, **(options | {option: None}))
+
+    return attend
+
+
+def _unscaled(attention: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+    return attention(*args, **(options | {"scale": 1.0}))
+
+
+def _not_a_number(attention: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+    return attention(*args, **options) * torch.nan
+
+
+@pytest.mark.parametrize(
+    ("model_type", "broken"),
+    [
+        ("llama", _ignore_tables),
+        ("llama", _see_one_key_less),
+        ("llama", _unscaled),
+        ("llama", _not_a_number),
+        ("mistral", _without("window")),
+        ("gemma2", _without("window")),
+        ("gemma2", _without("soft_cap")),
+    ],
+)
+def test_attention_that_is_broken_is_refused(
+    folder_of: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    model_type: str,
+    broken: Callable[..., torch.Tensor],
+) -> None:
+    candidate = load(folder_of(model_type))
+    prove(candidate)
+    working = torch_backend.paged_attention
+    monkeypatch.setattr(torch_backend, "paged_attention", lambda *args, **options: broken(working, *args, **options))
+    with pytest.raises(StartError, match=r"the-model can't be served: .* logits differ .*allowed: 1e-3"):
+        prove(candidate)
+
+
+@pytest.mark.parametrize("what", ["positions", "slots", "rows of a chunk"])
+def test_a_batch_that_is_off_by_one_is_refused(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    candidate = load(folder_of("llama"))
+    prove(candidate)
+    working, slots = model.Model.logits, batch.slots
+
+    def logits(self: Model, step: Any, cache: Any, rows: torch.Tensor) -> torch.Tensor:
+        if what == "positions":
+            # Later chunks only: a shift of all positions alike is none, since rotary positions are relative.
+            step.positions.add_((step.positions >= 19).long())
+        if what == "rows of a chunk":
+            step.positions.sub_(step.positions.min())
+        return working(self, step, cache, rows)
+
+    def contiguous(table: Any, start: int, end: int, block_tokens: int) -> Any:
+        first = slots(table, start, start + 1, block_tokens)[0]
+        return first + slots(table, 0, end - start, block_tokens) - slots(table, 0, 1, block_tokens)
+
+    if what == "slots":
+        monkeypatch.setattr(batch, "slots", contiguous)
+    else:
+        monkeypatch.setattr(model.Model, "logits", logits)
+    with pytest.raises(StartError, match="the-model can't be served"):
+        prove(candidate)
+
+
+def test_a_layer_that_does_not_call_the_interface_is_refused(folder_of: Callable[[str], Path]) -> None:
+    candidate = load(folder_of("llama"))
+    prove(candidate)
+    candidate.module.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(StartError, match="1 of 2 layers called the attention interface"):
+        prove(candidate)
+
+
+def test_a_recurrent_model_is_refused_by_name_in_one_line(tmp_path: Path) -> None:
+    folder = save_small_model(tmp_path / "recurrent", "mamba", state_size=4, num_hidden_layers=2)
+    with pytest.raises(StartError, match=r"^.*recurrent.* can't .*$") as raised:
+        prove_binding(load(folder), small_layout(), "fp32", SIZES["vocab_size"], "recurrent")
+    assert "\n" not in str(raised.value)
+
+
+LONG_CONTEXT_TOKENS = 128
+SCALINGS: dict[str, dict[str, Any]] = {
+    "dynamic": {"max_position_embeddings": 32, "rope_parameters": {"factor": 4.0}},
+    "longrope": {
+        "max_position_embeddings": LONG_CONTEXT_TOKENS,
+        "original_max_position_embeddings": 32,
+        "rope_parameters": {"factor": 4.0, "long_factor": [4.0] * 8, "short_factor": [1.0] * 8},
+    },
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_long_request_does_not_change_the_rotary_factors_of_a_short_one_beside_it(
+    tmp_path: Path, scaling: str
+) -> None:
+    config = SCALINGS[scaling]
+    parameters = {"rope_type": scaling, "rope_theta": 10_000.0} | config["rope_parameters"]
+    folder = save_small_model(tmp_path / "long", "llama", **(config | {"rope_parameters": parameters}))
+    candidate = load(folder, LONG_CONTEXT_TOKENS)
+    prove(candidate)
+    rope = candidate.module.model.rotary_emb
+
+    def at_position_5(*beside: int) -> torch.Tensor:
+        cosines, _ = rope(torch.zeros(1), torch.tensor([[5, *beside]]))
+        first: torch.Tensor = cosines[0, 0].clone()
+        return first
+
+    assert torch.equal(at_position_5(), at_position_5(LONG_CONTEXT_TOKENS - 1))
+    rope.rope_type = scaling  # as transformers has it
+    assert not torch.equal(at_position_5(), at_position_5(LONG_CONTEXT_TOKENS - 1))
