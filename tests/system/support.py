@@ -86,6 +86,10 @@ class Server:
     def socket(self) -> Path:
         return self.data_dir / "run" / "store.sock"
 
+    def log(self) -> str:
+        """What gateway and store have written to stderr."""
+        return (self.data_dir.parent / f"{self.data_dir.name}.stderr").read_text()
+
     def tenant(self, name: str | None = None) -> Tenant:
         """A new tenant with one key."""
         name = name or f"tenant-{os.getpid()}-{next(_names)}"
