@@ -23,7 +23,7 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 # Hooks cost time for every number, so they run only where one might not fit.
 _LONG_INTEGER = re.compile(r"[0-9]{19}")
 _PATH = re.compile(r"(?s)(.*?)(?: - at `(?:\w+` in `)?\$\.?(.*)`)?")
-_MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
+_NAMED_FIELD = re.compile(r"(?:missing required|unknown) field `(\w+)`")
 _MESSAGE_LIMIT_CHARACTERS = 200
 
 
@@ -96,8 +96,8 @@ def convert(value: object, type: type[T]) -> T:
     except msgspec.ValidationError as error:
         match = _PATH.fullmatch(str(error))
         message, path = match.groups() if match else (str(error), None)
-        if missing := _MISSING_FIELD.search(message):
-            path = f"{path}.{missing[1]}" if path else missing[1]
+        if named := _NAMED_FIELD.search(message):
+            path = f"{path}.{named[1]}" if path else named[1]
         message = message[:_MESSAGE_LIMIT_CHARACTERS]
         raise ApiError(400, f"{message}.", code="unsupported_value", param=path or None) from None
 

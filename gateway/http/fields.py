@@ -98,12 +98,3 @@ def ignored_fields_header(names: Sequence[str]) -> dict[str, str]:
         return {}
     safe = (re.sub(r"[^A-Za-z0-9_.-]", "?", name[:MAX_IGNORED_NAME_CHARACTERS]) for name in names[:MAX_IGNORED_NAMES])
     return {"x-saltern-ignored-fields": ", ".join(safe)}
-
-
-def _refuse_unless_it_changes_nothing(name: str, value: object) -> None:
-    # 1 == True in Python and not in JSON.
-    neutral = CHANGES_NOTHING[name]
-    if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral):
-        return
-    remedy = f"leave it out or send {msgspec.json.encode(neutral[0]).decode()}" if neutral else "leave it out"
-    raise bad_value(name, f"{name} is not supported with this value; {remedy}.")
