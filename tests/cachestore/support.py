@@ -234,6 +234,7 @@ class Harness:
         self._requests += 1
         if keys is None:
             keys = self._keys(account, epoch, list(prompt))
+        self.parents.update(zip(keys, [None, *keys], strict=False))
         answer = Answer(connection, self._requests, account, epoch, list(prompt), len(keys))
         self.answers[connection, answer.request] = answer
         submit = Submit(
