@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import generation
+from gateway.choices import Choices, Piece
 from gateway.generation import Answer, context_length_exceeded
 from gateway.http import sse
 from gateway.http.body import read_object
@@ -47,6 +48,7 @@ from gateway.http.shapes import (
     Usage,
     read_generation_request,
 )
+from gateway.prompt.memory import Owner
 from gateway.prompt.tokens import Prompt
 from gateway.served_model import ServedModel
 from gateway.store_link import Connection, StoreLink, StoreUnavailable
@@ -73,22 +75,20 @@ class ChatShape:
     id_prefix = "chatcmpl-"
 
     @staticmethod
-    def whole(head: Head, text: str, finish_reason: FinishReason, usage: Usage) -> msgspec.Struct:
-        choice = ChatChoice(AssistantMessage(text), finish_reason)
-        return ChatCompletion(head.id, head.created, head.model, [choice], usage)
+    def whole(head: Head, choices: list[tuple[str, FinishReason]], usage: Usage) -> msgspec.Struct:
+        shaped = [ChatChoice(AssistantMessage(text), reason, index) for index, (text, reason) in enumerate(choices)]
+        return ChatCompletion(head.id, head.created, head.model, shaped, usage)
 
     @staticmethod
-    def first(head: Head, usage: msgspec.UnsetType | None) -> list[msgspec.Struct]:
-        choice = ChatChunkChoice(Delta(role="assistant", content=""))
-        return [ChatChunk(head.id, head.created, head.model, [choice], usage)]
+    def first(head: Head, index: int, usage: msgspec.UnsetType | None) -> msgspec.Struct | None:
+        choice = ChatChunkChoice(Delta(role="assistant", content=""), index=index)
+        return ChatChunk(head.id, head.created, head.model, [choice], usage)
 
     @staticmethod
-    def piece(head: Head, text: str, usage: msgspec.UnsetType | None) -> msgspec.Struct:
-        return ChatChunk(head.id, head.created, head.model, [ChatChunkChoice(Delta(content=text))], usage)
-
-    @staticmethod
-    def last(head: Head, finish_reason: FinishReason, usage: msgspec.UnsetType | None) -> msgspec.Struct:
-        return ChatChunk(head.id, head.created, head.model, [ChatChunkChoice(Delta(), finish_reason)], usage)
+    def piece(head: Head, piece: Piece, usage: msgspec.UnsetType | None) -> msgspec.Struct:
+        delta = Delta(content=piece.text) if piece.finish_reason is None else Delta()
+        choice = ChatChunkChoice(delta, piece.finish_reason, piece.index)
+        return ChatChunk(head.id, head.created, head.model, [choice], usage)
 
     @staticmethod
     def usage(head: Head, usage: Usage) -> msgspec.Struct:
@@ -101,20 +101,18 @@ class TextShape:
     id_prefix = "cmpl-"
 
     @staticmethod
-    def whole(head: Head, text: str, finish_reason: FinishReason, usage: Usage) -> msgspec.Struct:
-        return TextCompletion(head.id, head.created, head.model, [TextChoice(text, finish_reason)], usage)
+    def whole(head: Head, choices: list[tuple[str, FinishReason]], usage: Usage) -> msgspec.Struct:
+        shaped = [TextChoice(text, reason, index) for index, (text, reason) in enumerate(choices)]
+        return TextCompletion(head.id, head.created, head.model, shaped, usage)
 
     @staticmethod
-    def first(head: Head, usage: msgspec.UnsetType | None) -> list[msgspec.Struct]:
-        return []
+    def first(head: Head, index: int, usage: msgspec.UnsetType | None) -> msgspec.Struct | None:
+        return None
 
     @staticmethod
-    def piece(head: Head, text: str, usage: msgspec.UnsetType | None) -> msgspec.Struct:
-        return TextCompletion(head.id, head.created, head.model, [TextChoice(text)], usage)
-
-    @staticmethod
-    def last(head: Head, finish_reason: FinishReason, usage: msgspec.UnsetType | None) -> msgspec.Struct:
-        return TextCompletion(head.id, head.created, head.model, [TextChoice("", finish_reason)], usage)
+    def piece(head: Head, piece: Piece, usage: msgspec.UnsetType | None) -> msgspec.Struct:
+        choice = TextChoice(piece.text, piece.finish_reason, piece.index)
+        return TextCompletion(head.id, head.created, head.model, [choice], usage)
 
     @staticmethod
     def usage(head: Head, usage: Usage) -> msgspec.Struct:
@@ -146,43 +144,45 @@ class Completions:
             Route("POST", "/v1/chat/completions", "tenant", self.chat),
             Route("POST", "/v1/completions", "tenant", self.text),
             Route("GET", "/v1/models", "tenant", self.models),
+            Route("GET", "/v1/models/{model:path}", "tenant", self.model),
         ]
 
     async def models(self, request: Request) -> Response:
         model = self._link.connection().model
         return Response(msgspec.json.encode(ModelList([Model(model.name, model.created)])), media_type=JSON)
 
+    async def model(self, request: Request) -> Response:
+        model = self._serving(request.path_params["model"]).model
+        return Response(msgspec.json.encode(Model(model.name, model.created)), media_type=JSON)
+
     async def chat(self, request: Request) -> ASGIApp:
         body, ignored = read_generation_request(await read_object(request), ChatRequest)
         connection = self._serving(body.model)
+        model, wanted, principal = connection.model, body.generation(), request.state.principal
         messages = body.conversation()
-        size_bytes = sum(len(text.encode("utf-8")) for message in messages for text in message.values())
-        _check_size(connection.model, size_bytes)
-        return self._respond(
-            request.state.principal,
-            connection,
-            ChatShape,
-            body.generation(),
-            ignored,
-            lambda: connection.model.template.prompt(messages),
-        )
+        _check_size(model, sum(len(text.encode("utf-8")) for message in messages for text in message.values()))
+        owner = Owner(principal.account, principal.epoch, wanted.scope)
+
+        def tokenise() -> list[Prompt]:
+            return [model.template.prompt(messages, lambda segments: model.memory.recall(owner, segments))]
+
+        return self._respond(principal, connection, ChatShape, wanted, ignored, tokenise)
 
     async def text(self, request: Request) -> ASGIApp:
         body, ignored = read_generation_request(await read_object(request), CompletionRequest)
         connection = self._serving(body.model)
-        tokenizer, prompt = connection.model.tokenizer, body.prompt
-        if isinstance(prompt, str):
-            _check_size(connection.model, len(prompt.encode("utf-8")))
-        else:
-            generation.granted_tokens(connection.model, len(prompt), None)
-        return self._respond(
-            request.state.principal,
-            connection,
-            TextShape,
-            body.generation(),
-            ignored,
-            lambda: tokenizer.completion(prompt) if isinstance(prompt, str) else tokenizer.given(prompt),
-        )
+        model, prompts = connection.model, body.prompts()
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                _check_size(model, len(prompt.encode("utf-8")))
+            else:
+                generation.granted_tokens(model, len(prompt), None)
+
+        def tokenise() -> list[Prompt]:
+            tokenizer = model.tokenizer
+            return [tokenizer.completion(p) if isinstance(p, str) else tokenizer.given(p) for p in prompts]
+
+        return self._respond(request.state.principal, connection, TextShape, body.generation(), ignored, tokenise)
 
     def _serving(self, model: str) -> Connection:
         if self.draining:
@@ -200,31 +200,35 @@ class Completions:
         shape: Shape,
         wanted: Generation,
         ignored: tuple[str, ...],
-        tokenise: Callable[[], Prompt],
+        tokenise: Callable[[], list[Prompt]],
     ) -> ASGIApp:
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
             await self._while_connected(receive, answer(scope, receive, send))
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            prompt = await self._tokenised(principal, tokenise)
-            running = await generation.start(self._directory, connection, principal, prompt, wanted)
+            prompts = await self._tokenised(principal, tokenise)
+            generation.check_submissions(len(prompts), wanted.n)
+
+            async def submit(prompt: Prompt, choice: int) -> Answer:
+                return await generation.start(self._directory, connection, principal, prompt, wanted, seed + choice)
+
+            seed = secrets.randbits(64) if wanted.seed is None else wanted.seed
+            choices = Choices(submit, prompts, wanted.n, self._closing)
             head = Head(f"{shape.id_prefix}{secrets.token_hex(12)}", int(time.time()), connection.model.name)
             headers = ignored_fields_header(ignored)
             try:
+                await choices.admitted()
                 if wanted.stream:
-                    await _stream(send, running, shape, head, wanted, headers)
+                    await _stream(send, choices, shape, head, wanted, headers)
                 else:
-                    response = await _whole(running, shape, head, headers)
+                    response = await _whole(choices, shape, head, headers)
                     await response(scope, receive, send)
             finally:
-                # In a task of its own: this one may have been cancelled, and the end must not be.
-                closing = asyncio.create_task(running.close())
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
+                choices.close()
 
         return respond
 
-    async def _tokenised(self, principal: Principal, tokenise: Callable[[], Prompt]) -> Prompt:
+    async def _tokenised(self, principal: Principal, tokenise: Callable[[], list[Prompt]]) -> list[Prompt]:
         turn = self._turns.setdefault(principal.tenant_id, asyncio.Lock())
         async with turn:
             return await asyncio.get_running_loop().run_in_executor(self._pool, tokenise)
@@ -277,15 +281,19 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _whole(running: Answer, shape: Shape, head: Head, headers: dict[str, str]) -> Response:
-    text = "".join([piece async for piece in running.pieces()])
-    assert running.finish_reason is not None
-    body = shape.whole(head, text, running.finish_reason, running.usage())
+async def _whole(choices: Choices, shape: Shape, head: Head, headers: dict[str, str]) -> Response:
+    texts = [""] * choices.count
+    reasons: dict[int, FinishReason] = {}
+    async for piece in choices.pieces():
+        texts[piece.index] += piece.text
+        if piece.finish_reason is not None:
+            reasons[piece.index] = piece.finish_reason
+    body = shape.whole(head, [(text, reasons[index]) for index, text in enumerate(texts)], choices.usage())
     return Response(msgspec.json.encode(body), 200, headers, JSON)
 
 
 async def _stream(
-    send: Send, running: Answer, shape: Shape, head: Head, wanted: Generation, headers: dict[str, str]
+    send: Send, choices: Choices, shape: Shape, head: Head, wanted: Generation, headers: dict[str, str]
 ) -> None:
     """The answer as server-sent events. A failure after the headers is the last event."""
     raw = [(name.encode("ascii"), value.encode("ascii")) for name, value in (sse.HEADERS | headers).items()]
@@ -296,22 +304,23 @@ async def _stream(
 
     # `usage` is null in every chunk but the last when it was asked for, and absent when not.
     none_yet = None if wanted.include_usage else msgspec.UNSET
-    opening = b"".join(sse.event(chunk) for chunk in shape.first(head, none_yet))
+    opened: set[int] = set()
     try:
-        async for piece in _with_keepalive(running.pieces()):
-            await say(opening, sse.KEEPALIVE if piece is None else sse.event(shape.piece(head, piece, none_yet)))
-            opening = b""
+        async for piece in _with_keepalive(choices.pieces()):
+            if piece is None:
+                await say(sse.KEEPALIVE)
+                continue
+            first = None if piece.index in opened else shape.first(head, piece.index, none_yet)
+            opened.add(piece.index)
+            await say(*([sse.event(first)] if first else []), sse.event(shape.piece(head, piece, none_yet)))
     except ApiError as error:
-        await say(opening, sse.error_event(error), more=False)
+        await say(sse.error_event(error), more=False)
         return
-    assert running.finish_reason is not None
-    ending = [opening, sse.event(shape.last(head, running.finish_reason, none_yet))]
-    if wanted.include_usage:
-        ending.append(sse.event(shape.usage(head, running.usage())))
+    ending = [sse.event(shape.usage(head, choices.usage()))] if wanted.include_usage else []
     await say(*ending, sse.DONE, more=False)
 
 
-async def _with_keepalive(pieces: AsyncIterator[str]) -> AsyncIterator[str | None]:
+async def _with_keepalive(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece | None]:
     """The pieces, and None whenever none came for ten seconds."""
     while True:
         following = asyncio.ensure_future(anext(pieces, None))

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from array import array
+from bisect import bisect_right
 from collections.abc import AsyncIterator
 
 from cachestore.client import StoreLost, StoreRequest
 from cachestore.protocol import Counts, Finished, Rejected, Sampling, Started
-from gateway.http.errors import ApiError
-from gateway.http.shapes import FinishReason, Generation, Usage
+from gateway.http.errors import ApiError, bad_value
+from gateway.http.shapes import MAX_SUBMISSIONS, FinishReason, Generation, Usage
 from gateway.prompt.align import name_blocks, u32le
 from gateway.prompt.block_keys import ChainKey, Context
 from gateway.prompt.detokenize import Detokenizer
+from gateway.prompt.memory import Owner
 from gateway.prompt.stops import StopStrings
-from gateway.prompt.tokens import Prompt
+from gateway.prompt.tokens import Prompt, Segment
 from gateway.served_model import ServedModel
 from gateway.store_link import Connection, StoreUnavailable
 from gateway.tenants.directory import Directory, Principal
@@ -63,10 +64,25 @@ def granted_tokens(model: ServedModel, prompt_tokens: int, wanted: int | None) -
     return context - prompt_tokens if wanted is None else wanted
 
 
+def check_submissions(prompts: int, n: int) -> None:
+    """
+    Raises:
+        ApiError: 400 when there are more than one request may have.
+    """
+    if prompts * n > MAX_SUBMISSIONS:
+        message = f"{prompts} prompts with {n} choices each are {prompts * n} answers; one request has at most"
+        raise bad_value("n", f"{message} {MAX_SUBMISSIONS}.")
+
+
 async def start(
-    directory: Directory, connection: Connection, principal: Principal, prompt: Prompt, generation: Generation
+    directory: Directory,
+    connection: Connection,
+    principal: Principal,
+    prompt: Prompt,
+    generation: Generation,
+    seed: int,
 ) -> Answer:
-    """Submit the prompt and wait until the store has admitted it.
+    """Submit the prompt and wait until the store has admitted it. `seed` is taken modulo 2^64.
 
     Raises:
         ApiError: 400 too long, 401 the key is no longer active, 503 no salt, no store or no room in time.
@@ -82,7 +98,7 @@ async def start(
         temperature=generation.temperature,
         top_k=generation.top_k,
         top_p=generation.top_p,
-        seed=secrets.randbits(64) if generation.seed is None else generation.seed,
+        seed=seed % (1 << 64),
         stop_token_ids=[] if generation.ignore_eos else list(model.tokenizer.stop_token_ids),
     )
     deadline_ns = time.monotonic_ns() + QUEUE_WAIT_SECONDS * 1_000_000_000
@@ -112,7 +128,8 @@ async def start(
             )
         except StoreLost:
             raise StoreUnavailable(_LOST) from None
-        answer = Answer(model, prompt, generation, chain, request, aligned.keys)
+        owner = Owner(standing.account, epoch, generation.scope)
+        answer = Answer(model, owner, prompt, generation, chain, request, aligned.keys)
         rejected = await answer.admitted()
         if rejected is None:
             return answer
@@ -140,6 +157,7 @@ class Answer:
     def __init__(
         self,
         model: ServedModel,
+        owner: Owner,
         prompt: Prompt,
         generation: Generation,
         chain: ChainKey,
@@ -149,6 +167,8 @@ class Answer:
         self.finish_reason: FinishReason | None = None
         self.cached_tokens = 0
         self._model = model
+        self._owner = owner
+        self._prompt = prompt
         self._prompt_tokens = len(prompt.tokens)
         self._tokens: array[int] = prompt.tokens[:]
         self._chain = chain
@@ -156,6 +176,10 @@ class Answer:
         self._last_key = keys[-1] if keys else chain.root
         self._detokenizer = Detokenizer(model.tokenizer)
         self._stops = StopStrings(generation.stop)
+        self._text = ""
+        # Where in the text each token ends: a stop string leaves the whole tokens before its cut.
+        self._text_ends: list[int] = []
+        self._decoded_characters = 0
         self._counts: Counts | None = None
         self._ended = False
 
@@ -199,6 +223,7 @@ class Answer:
                 raise StoreUnavailable(_LOST) from None
             if isinstance(event, list):
                 if text := self._take(event):
+                    self._text += text
                     yield text
                 if self._stops.matched:
                     reason = "stop"
@@ -211,8 +236,11 @@ class Answer:
             message = "The server could not finish the answer. Send the request again."
             raise ApiError(500, message, "server_error")
         if rest := self._stops.push(self._detokenizer.finish()) + self._stops.finish():
+            self._text += rest
             yield rest
         self.finish_reason = "length" if reason == "length" and not self._stops.matched else "stop"
+        if self._prompt.segments:
+            self._remember(ended_by_token=reason == "stop" and not self._stops.matched)
 
     def _take(self, tokens: list[int]) -> str:
         """Text of the tokens up to the one that completes a stop string; names the blocks they fill."""
@@ -220,7 +248,11 @@ class Answer:
         block_tokens = self._model.store.geometry.block_tokens
         for token in tokens:
             self._tokens.append(token)
-            text += self._stops.push(self._detokenizer.push([token]))
+            decoded = self._detokenizer.push([token])
+            self._decoded_characters += len(decoded)
+            # A character that this token only begins ends behind it.
+            self._text_ends.append(self._decoded_characters + self._detokenizer.unfinished)
+            text += self._stops.push(decoded)
             if len(self._tokens) % block_tokens == 0:
                 block = u32le(self._tokens[-block_tokens:])
                 keys = self._chain.extend(self._last_key, block)
@@ -229,6 +261,26 @@ class Answer:
             if self._stops.matched:
                 break
         return text
+
+    def _remember(self, *, ended_by_token: bool) -> None:
+        """Keep prompt and answer as they were generated, for the next turn of this conversation."""
+        *before, last = self._prompt.segments
+        tokenizer, tokens = self._model.tokenizer, self._tokens
+        if last.kind == "content":
+            spelt = [*before, Segment("content", last.text + self._text)]
+        else:
+            spelt = [*before, last, *([Segment("content", self._text)] if self._text else [])]
+        if ended_by_token:
+            spelt.append(Segment("control", tokenizer.spelling(tokens[-1])))
+        elif self._stops.matched:
+            # Tokens whose text was returned whole are kept; what is left of the last one is spelt afresh.
+            whole = bisect_right(self._text_ends, len(self._text))
+            rest = self._text[self._text_ends[whole - 1] if whole else 0 :]
+            try:
+                tokens = self._tokens[: self._prompt_tokens + whole] + tokenizer.encode_plain(rest)
+            except ApiError:
+                return
+        self._model.memory.remember(self._owner, spelt, tokens)
 
     async def _until_end(self) -> Finished | Rejected:
         """The end of a request that was told to stop; tokens that were on their way are not part of the answer."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from cachestore.protocol import Welcome
+from gateway.prompt.memory import ConversationMemory
 from gateway.prompt.model_files import ModelFilesError, read_model_files
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tokens import Tokenizer
@@ -14,13 +18,20 @@ from gateway.prompt.tokens import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`name`: what clients call it; `created`: unix seconds; `store`: what the store said of itself."""
+    """
+    Attributes:
+        name: what clients call it.
+        created: unix seconds.
+        store: what the store said of itself.
+        memory: conversations answered with this model; gone with it.
+    """
 
     name: str
     created: int
     store: Welcome
     tokenizer: Tokenizer
     template: ChatTemplate
+    memory: ConversationMemory
 
     @classmethod
     def open(cls, store: Welcome, directory: Path, name: str | None) -> ServedModel:
@@ -41,7 +52,14 @@ class ServedModel:
             )
         tokenizer = Tokenizer(files)
         created = int(time.time())
-        return cls(name or directory.name, created, store, tokenizer, ChatTemplate(files, tokenizer))
+        template = ChatTemplate(files, tokenizer)
+        return cls(name or directory.name, created, store, tokenizer, template, ConversationMemory())
+
+    def on(self, store: Welcome) -> ServedModel | None:
+        """The same model on a store that came back; None when anything that a block depends on is another."""
+        if replace(store, store=self.store.store) != self.store:
+            return None
+        return dataclasses.replace(self, store=store)
 
     @property
     def context_tokens(self) -> int:

@@ -129,12 +129,14 @@ class StoreLink:
         await client.closed.wait()
 
     async def _open_model(self, client: StoreClient) -> ServedModel:
-        """The model of this store; the one in hand when the store is the same but for its name."""
+        """The model of this store: the one in hand, conversations and all, when nothing of it has changed."""
         store = client.welcome
-        if self._model is None or self._model.store != store:
+        model = self._model.on(store) if self._model else None
+        if model is None:
             directory = self._model_dir or Path(store.model_dir)
-            self._model = await asyncio.to_thread(ServedModel.open, store, directory, self._model_name)
-        return self._model
+            model = await asyncio.to_thread(ServedModel.open, store, directory, self._model_name)
+        self._model = model
+        return model
 
 
 async def _send_fence(client: StoreClient, account: bytes, epoch: int | None) -> Dropped:

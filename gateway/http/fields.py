@@ -18,7 +18,6 @@ NO_EFFECT = frozenset({"user", "safety_identifier", "metadata", "service_tier", 
 
 # Values under which a field that is not served changes nothing; () where only null does.
 CHANGES_NOTHING: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),

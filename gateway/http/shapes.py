@@ -27,6 +27,7 @@ from gateway.http.fields import sort_out_fields
 ROLES = ("developer", "system", "user", "assistant")
 MAX_SCOPE_BYTES = 256
 MAX_PROMPT_CACHE_KEY_BYTES = 256
+MAX_SUBMISSIONS = 128
 MaxTokens = Annotated[int, Meta(ge=1, lt=1 << 31)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
@@ -42,6 +43,7 @@ class Generation:
     """
 
     max_tokens: int | None
+    n: int
     temperature: float
     top_p: float
     top_k: int
@@ -63,6 +65,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     model: str
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_SUBMISSIONS)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
@@ -91,6 +94,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         options = self.stream_options or StreamOptions()
         return Generation(
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            n=self.n or 1,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=self.top_k or 0,
@@ -154,15 +158,28 @@ class ChatRequest(GenerationRequest, kw_only=True):
         ]
 
 
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
 class CompletionRequest(GenerationRequest, kw_only=True):
     """Body of `POST /v1/completions`. Whether ids are of the vocabulary is the tokenizer's to say."""
 
-    prompt: str | list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
+    prompt: str | list[str | TokenId | list[TokenId]]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.prompt:
+        kinds = {type(part) for part in self.prompt} if isinstance(self.prompt, list) else {str}
+        if len(kinds) > 1:
+            raise bad_value("prompt", "The prompt mixes forms; send a string, strings, token ids, or lists of them.")
+        if not self.prompt or (kinds != {int} and not all(self.prompts())):
             raise bad_value("prompt", "The prompt is empty; send a string or token ids with something in it.")
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or several prompts, each a text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [part for part in self.prompt if isinstance(part, int)]
+        return [ids] if ids else [part for part in self.prompt if not isinstance(part, int)]
 
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
@@ -176,10 +193,6 @@ def read_generation_request(body: dict[str, Any], type: type[R]) -> tuple[R, tup
     """
     built = {field.name for field in msgspec.structs.fields(type)}
     ignored = sort_out_fields(body, built)
-    prompt = body.get("prompt")
-    if type is CompletionRequest and isinstance(prompt, list) and any(isinstance(p, (str, list)) for p in prompt[:1]):
-        message = "Several prompts in one request are not supported yet; send one string or one list of token ids."
-        raise bad_value("prompt", message)
     return convert(body, type), ignored
 
 

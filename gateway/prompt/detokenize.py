@@ -28,6 +28,11 @@ class Detokenizer:
         """The text that these tokens complete."""
         return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, token_ids)))
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether a character has begun and waits for its rest."""
+        return bool(self._utf8.getstate()[0])
+
     def finish(self) -> str:
         """What is left at the end of the answer: nothing, or one U+FFFD for an unfinished character."""
         return self._utf8.decode(b"", True)

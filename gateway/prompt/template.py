@@ -11,7 +11,7 @@ A chat that spells none takes the ordinary path: the rendering is encoded in one
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 import jinja2
@@ -26,6 +26,13 @@ _PRIVATE_USE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 _MESSAGE_LIMIT_CHARACTERS = 200
 
 
+Recall = Callable[[tuple[Segment, ...]], tuple[int, "array[int]"]]
+
+
+def nothing_remembered(segments: tuple[Segment, ...]) -> tuple[int, array[int]]:
+    return 0, array("I")
+
+
 class ChatTemplate:
     """Renders chats for one model. Rendering and encoding are CPU work for a thread."""
 
@@ -34,11 +41,12 @@ class ChatTemplate:
         self._variables = files.special_tokens
         self._tokenizer = tokenizer
 
-    def prompt(self, messages: list[dict[str, str]]) -> Prompt:
+    def prompt(self, messages: list[dict[str, str]], recall: Recall = nothing_remembered) -> Prompt:
         """The prompt of a chat, with the start of the assistant's turn.
 
         Args:
             messages: `role`, `content` and possibly `name`, all strings.
+            recall: how many leading segments are remembered, and their ids; they are not tokenised again.
 
         Raises:
             ApiError: 400 when the model has no template or its template refuses the messages.
@@ -49,12 +57,13 @@ class ChatTemplate:
         if not spellings:
             rendered = self._render(messages)
             segments = tuple(self._cut(rendered))
-            tokens = tokenizer.encode(rendered)
-            controls = sum(segment.kind == "control" for segment in segments)
+            remembered, tokens = recall(segments)
+            rest = self._encode_after(segments, remembered)
+            controls = sum(segment.kind == "control" for segment in segments[remembered:])
             # More control tokens than the template wrote come from content: a normaliser made a spelling, or
             # ordinary pieces merged into one.
-            if sum(map(tokenizer.control_ids.__contains__, tokens)) <= controls:
-                return _checked(Prompt(tokens, segments))
+            if sum(map(tokenizer.control_ids.__contains__, rest)) <= controls:
+                return _checked(Prompt(tokens + rest, segments))
         markers = dict(zip(sorted(spellings), _unused_characters(strings), strict=False))
         if len(markers) < len(spellings):
             raise bad_value("messages", "The messages use every private-use character; leave some out.")
@@ -67,11 +76,20 @@ class ChatTemplate:
             segment if segment.kind == "control" else Segment("content", segment.text.translate(restore))
             for segment in self._cut(self._render(marked))
         )
-        tokens = array("I")
-        for segment in segments:
+        remembered, tokens = recall(segments)
+        for segment in segments[remembered:]:
             encode = tokenizer.encode if segment.kind == "control" else tokenizer.encode_plain
             tokens.extend(encode(segment.text))
         return _checked(Prompt(tokens, segments))
+
+    def _encode_after(self, segments: tuple[Segment, ...], remembered: int) -> array[int]:
+        """Ids of the segments after the first `remembered`, as they would be in one piece with those."""
+        rest = "".join(segment.text for segment in segments[remembered:])
+        if not remembered or segments[remembered - 1].kind == "content":
+            return self._tokenizer.encode(rest)
+        # Some tokenizers treat the start of a text in their own way, so the rest begins behind a control token.
+        lead = segments[remembered - 1].text
+        return self._tokenizer.encode(lead + rest)[len(self._tokenizer.encode(lead)) :]
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         if self._source is None:

@@ -127,6 +127,10 @@ class Tokenizer:
             raise bad_value("messages", message)
         return array("I", encoding.ids)
 
+    def spelling(self, token_id: int) -> str:
+        """How a token is written; empty for an id that has no token."""
+        return self._parsing.id_to_token(token_id) or ""
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text that has begun; none for special tokens and unused ids."""
         found = self._token_bytes.get(token_id)

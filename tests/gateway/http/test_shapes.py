@@ -15,6 +15,7 @@ from gateway.http.shapes import ChatRequest, CompletionRequest, Generation, read
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "x"}
 DEFAULTS = Generation(
+    n=1,
     max_tokens=None,
     temperature=1.0,
     top_p=1.0,
@@ -50,6 +51,7 @@ both = pytest.mark.parametrize("ask", [chat, completion])
 def test_both_routes_ask_for_the_same_kind_of_generation(ask: Any) -> None:
     request = ask(
         max_tokens=7,
+        n=3,
         temperature=0,
         top_p=0.5,
         top_k=3,
@@ -61,7 +63,7 @@ def test_both_routes_ask_for_the_same_kind_of_generation(ask: Any) -> None:
         cache_salt="sälz",
     )
     assert request.generation() == Generation(
-        7, 0.0, 0.5, 3, 2**64 - 1, ("a", "b"), True, True, True, "sälz".encode()
+        7, 3, 0.0, 0.5, 3, 2**64 - 1, ("a", "b"), True, True, True, "sälz".encode()
     )
     assert ask(stop="x").generation().stop == ("x",)
     assert ask(max_completion_tokens=5, max_tokens=9).generation().max_tokens == 5
@@ -118,13 +120,24 @@ def test_b125_an_empty_prompt_is_refused() -> None:
     assert completion(prompt=" ").prompt == " "
 
 
-def test_several_prompts_are_refused_naming_what_is_accepted() -> None:
-    for prompt in (["a"], ["a", "b"], [[1, 2]], [[1], [2]]):
-        error = refused(completion, prompt=prompt)
-        assert error.param == "prompt"
-        assert "one string or one list of token ids" in error.message
-    assert completion(prompt=[0, 5]).prompt == [0, 5]
-    for prompt, param in (([0, -1], "prompt[1]"), ([True], "prompt[0]"), ([0, "a"], "prompt[1]"), (5, "prompt")):
+def test_a_prompt_has_one_of_four_forms() -> None:
+    assert completion(prompt="a").prompts() == ["a"]
+    assert completion(prompt=["a", "b"]).prompts() == ["a", "b"]
+    assert completion(prompt=[0, 5]).prompts() == [[0, 5]]
+    assert completion(prompt=[[1, 2], [3]]).prompts() == [[1, 2], [3]]
+    for prompt, param in (
+        ([0, -1], "prompt[1]"),
+        ([True], "prompt[0]"),
+        ([[1], [-1]], "prompt[1][0]"),
+        (5, "prompt"),
+        ([0, "a"], "prompt"),
+        ([[1], 2], "prompt"),
+        (["a", [1]], "prompt"),
+        ([""], "prompt"),
+        (["a", ""], "prompt"),
+        ([[1], []], "prompt"),
+        ([[]], "prompt"),
+    ):
         assert refused(completion, prompt=prompt).param == param
 
 
@@ -168,7 +181,7 @@ def test_a_field_that_is_not_served_is_refused_unless_it_changes_nothing(ask: An
 @both
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("n", 2), ("n", True), ("n", 0), ("echo", True), ("echo", 0), ("logprobs", True), ("logprobs", 0)],
+    [("n", 129), ("n", True), ("n", 0), ("echo", True), ("echo", 0), ("logprobs", True), ("logprobs", 0)],
 )
 def test_what_is_not_built_is_refused(ask: Any, name: str, value: Any) -> None:
     assert refused(ask, **{name: value}).param == name

@@ -1,0 +1,119 @@
+"""All submissions of one request, k prompts × n choices, as one stream of pieces.
+
+Of each prompt the first choice is submitted alone and the others at its first text: they adopt its blocks instead of
+computing them again. One choice that fails ends the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from gateway.generation import Answer
+from gateway.http.shapes import FinishReason, Usage
+from gateway.prompt.tokens import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of one choice, or its end. `index` counts choices: prompt × n + choice."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None = None
+
+
+class Choices:
+    """Runs the submissions of one request.
+
+    Args:
+        submit: submits a prompt as its choice number i and answers once the store has admitted it.
+        closing: holds the tasks that end requests at the store; they outlive this one.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[Prompt, int], Awaitable[Answer]],
+        prompts: Sequence[Prompt],
+        n: int,
+        closing: set[asyncio.Task[None]],
+    ) -> None:
+        self.count = len(prompts) * n
+        self._submit = submit
+        self._n = n
+        self._closing = closing
+        self._answers: dict[int, Answer] = {}
+        self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        self._admissions = [loop.create_future() for _ in prompts]
+        self._tasks = [
+            loop.create_task(self._prompt(number, prompt)) for number, prompt in enumerate(prompts)
+        ]
+
+    async def admitted(self) -> None:
+        """Wait until the first choice of every prompt runs. Raises what refused one of them."""
+        await asyncio.gather(*self._admissions)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Pieces of all choices as they come. Raises what ended one of them early."""
+        running = self.count
+        while running:
+            piece = await self._pieces.get()
+            if isinstance(piece, Exception):
+                raise piece
+            running -= piece.finish_reason is not None
+            yield piece
+
+    def usage(self) -> Usage:
+        """True counts once all have ended: each prompt once, cache counts of first choices, output of all."""
+        firsts = [self._answers[index].usage() for index in range(0, self.count, self._n)]
+        return Usage.of(
+            prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
+            cached_tokens=sum(usage.prompt_tokens_details.cached_tokens for usage in firsts),
+            cache_write_tokens=sum(usage.prompt_tokens_details.cache_write_tokens for usage in firsts),
+            completion_tokens=sum(answer.usage().completion_tokens for answer in self._answers.values()),
+        )
+
+    def close(self) -> None:
+        """End whatever has not ended; the store hears of it in tasks of their own."""
+        for task in self._tasks:
+            task.cancel()
+        for admission in self._admissions:
+            admission.cancel()
+
+    async def _prompt(self, number: int, prompt: Prompt) -> None:
+        begun = asyncio.Event()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._choice(number, 0, prompt, begun))
+                if self._n > 1:
+                    await begun.wait()
+                    for choice in range(1, self._n):
+                        group.create_task(self._choice(number, choice, prompt, begun))
+        except* Exception as errors:
+            self._fail(number, errors.exceptions[0])
+
+    def _fail(self, number: int, error: Exception) -> None:
+        admission = self._admissions[number]
+        if not admission.done():
+            admission.set_exception(error)
+        self._pieces.put_nowait(error)
+
+    async def _choice(self, number: int, choice: int, prompt: Prompt, begun: asyncio.Event) -> None:
+        index = number * self._n + choice
+        answer = await self._submit(prompt, choice)
+        self._answers[index] = answer
+        try:
+            if not choice and not (admission := self._admissions[number]).done():
+                admission.set_result(None)
+            async for text in answer.pieces():
+                begun.set()
+                self._pieces.put_nowait(Piece(index, text))
+            begun.set()
+            self._pieces.put_nowait(Piece(index, "", answer.finish_reason))
+        finally:
+            # In a task of its own: this one may have been cancelled, and the end must not be.
+            closing = asyncio.create_task(answer.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
