@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from gateway.http.errors import JSON, ApiError
+from gateway.http.errors import CLOSE, JSON, ApiError
 
 MAX_BODY_BYTES = 4 << 20
 MAX_DEPTH = 64
@@ -136,4 +136,4 @@ def _too_deep() -> ApiError:
 def _too_large() -> ApiError:
     # What is left of the body will not be read, so the connection can't be used again.
     message = f"The body is larger than {MAX_BODY_BYTES} bytes."
-    return ApiError(413, message, headers=(("connection", "close"),))
+    return ApiError(413, message, headers=(CLOSE,))

@@ -6,10 +6,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 JSON = "application/json"
+# What a client may still be sending after it was refused, and for how long.
+LINGER_BYTES = 16 << 20
+LINGER_SECONDS = 5.0
+
+# A header of refusals that leave a part of the request unread, after which the connection can't be used again.
+CLOSE = ("connection", "close")
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -57,7 +67,25 @@ class ApiError(Exception):
         return msgspec.json.encode(ErrorBody(ErrorDetail(self.message, self.type, self.param, self.code)))
 
     def response(self) -> Response:
-        return Response(self.encode(), self.status, dict(self.headers), JSON)
+        kind = ClosingResponse if CLOSE in self.headers else Response
+        return kind(self.encode(), self.status, dict(self.headers), JSON)
+
+
+class ClosingResponse(Response):
+    """Sent at once, and ended only when the client has sent what it was about to send, within bounds.
+
+    A socket that is closed with data unread is reset, and the reset overtakes the answer (RFC 9112, section 9.6).
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                left_bytes = LINGER_BYTES
+                while left_bytes > 0 and (message := await receive()).get("more_body"):
+                    left_bytes -= len(message["body"])
+        await send({"type": "http.response.body"})
 
 
 class Unauthorized(ApiError):

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.errors import ApiError
+from gateway.http.errors import CLOSE, ApiError
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def check_headers(headers: RawHeaders) -> None:
             f"The request has {len(headers)} headers of {size_bytes} bytes; at most {MAX_HEADERS} of "
             f"{MAX_HEADER_BYTES} bytes together are read."
         )
-        raise ApiError(431, message, headers=(("connection", "close"),))
+        raise ApiError(431, message, headers=(CLOSE,))
 
 
 class AdminPrincipal(Protocol):
