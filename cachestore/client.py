@@ -125,7 +125,14 @@ class StoreRequest:
 
 
 class StoreClient:
-    """A connection to a store. Made by `connect`; `closed` is set when it is gone, whatever the cause."""
+    """A connection to a store. Made by `connect`.
+
+    Attributes:
+        closed: set when it is gone, whatever the cause.
+        heard_at: monotonic seconds, when its last message came.
+        step_age_ms: what the store last said of its engine; 0 without work.
+        report: the last `StatsReport`.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: Welcome) -> None:
         self.welcome = welcome
@@ -139,7 +146,7 @@ class StoreClient:
         self._fences: dict[tuple[bytes, int | None], deque[asyncio.Future[Fenced]]] = {}
         self._reports: deque[asyncio.Future[StatsReport]] = deque()
         self._opened: dict[bytes, int] = {}
-        self._heard_at = time.monotonic()
+        self.heard_at = time.monotonic()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
     @classmethod
@@ -251,7 +258,7 @@ class StoreClient:
         try:
             while True:
                 self._take(await _receive(self._reader))
-                self._heard_at = time.monotonic()
+                self.heard_at = time.monotonic()
         except ProtocolError as error:
             log.error("store connection closed: %s", error)
         except (EOFError, OSError):
@@ -293,7 +300,7 @@ class StoreClient:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(PING_INTERVAL_SECONDS)
-            if time.monotonic() - self._heard_at > SILENCE_LIMIT_SECONDS:
+            if time.monotonic() - self.heard_at > SILENCE_LIMIT_SECONDS:
                 log.warning("store connection closed: silent for over %g s", SILENCE_LIMIT_SECONDS)
                 self._end()
                 return

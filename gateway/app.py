@@ -90,4 +90,5 @@ class Health:
 
     async def ready(self, request: Request) -> Response:
         trouble = "draining" if self._completions.draining else self._link.trouble()
-        return PlainTextResponse(f"{trouble or 'ready'}\n", 503 if trouble else 200)
+        text = f"{trouble or 'ready'}\nlast step of a store with work: {self._link.step_age_ms} ms ago\n"
+        return PlainTextResponse(text, 503 if trouble else 200)

@@ -75,6 +75,13 @@ class Choices:
             completion_tokens=sum(answer.usage().completion_tokens for answer in self._answers.values()),
         )
 
+    def interrupt(self, error: Exception) -> None:
+        """End the request with this error."""
+        for admission in self._admissions:
+            if not admission.done():
+                admission.set_exception(error)
+        self._pieces.put_nowait(error)
+
     def close(self) -> None:
         """End whatever has not ended; the store hears of it in tasks of their own."""
         for task in self._tasks:
@@ -92,13 +99,7 @@ class Choices:
                     for choice in range(1, self._n):
                         group.create_task(self._choice(number, choice, prompt, begun))
         except* Exception as errors:
-            self._fail(number, errors.exceptions[0])
-
-    def _fail(self, number: int, error: Exception) -> None:
-        admission = self._admissions[number]
-        if not admission.done():
-            admission.set_exception(error)
-        self._pieces.put_nowait(error)
+            self.interrupt(errors.exceptions[0])
 
     async def _choice(self, number: int, choice: int, prompt: Prompt, begun: asyncio.Event) -> None:
         index = number * self._n + choice

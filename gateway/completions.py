@@ -58,6 +58,8 @@ log = logging.getLogger("saltern.gateway")
 
 KEEPALIVE_SECONDS = 10
 TOKENISING_THREADS = 4
+# For the final error of a stream to leave, once its time is over.
+LAST_WORDS_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ class Completions:
         # One thread per tenant at a time: a tenant's long prompts queue behind each other, not before others'.
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._running: set[asyncio.Task[None]] = set()
+        self._choices: set[Choices] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
     def routes(self) -> list[Route]:
@@ -216,6 +219,7 @@ class Completions:
             choices = Choices(submit, prompts, wanted.n, self._closing)
             head = Head(f"{shape.id_prefix}{secrets.token_hex(12)}", int(time.time()), connection.model.name)
             headers = ignored_fields_header(ignored)
+            self._choices.add(choices)
             try:
                 await choices.admitted()
                 if wanted.stream:
@@ -224,6 +228,7 @@ class Completions:
                     response = await _whole(choices, shape, head, headers)
                     await response(scope, receive, send)
             finally:
+                self._choices.discard(choices)
                 choices.close()
 
         return respond
@@ -252,16 +257,16 @@ class Completions:
             worker.cancel()
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new, let what runs end, then cut it off with an error."""
+        """Take nothing new, let what runs end, then end the rest with an error."""
         self.draining = True
         if self._running:
-            _, late = await asyncio.wait(self._running, timeout=seconds)
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late, timeout=1)
-        if self._closing:
-            await asyncio.wait(self._closing, timeout=1)
+            await asyncio.wait(self._running, timeout=seconds)
+        for choices in self._choices:
+            choices.interrupt(StoreUnavailable("The server is shutting down. Send the request again."))
+        if ending := self._running | self._closing:
+            await asyncio.wait(ending, timeout=LAST_WORDS_SECONDS)
+        for task in self._running:
+            task.cancel()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -37,9 +37,6 @@ ATTEMPTS = 4
 # A store that got `Abort` answers `Finished` after the step it is in.
 FINISH_WAIT_SECONDS = 10
 
-_LOST = "The model's process ended while it answered. Send the request again."
-
-
 def context_length_exceeded(message: str) -> ApiError:
     return ApiError(400, message, code="context_length_exceeded")
 
@@ -127,9 +124,9 @@ async def start(
                 queue_deadline_ns=deadline_ns,
             )
         except StoreLost:
-            raise StoreUnavailable(_LOST) from None
+            raise connection.lost() from None
         owner = Owner(standing.account, epoch, generation.scope)
-        answer = Answer(model, owner, prompt, generation, chain, request, aligned.keys)
+        answer = Answer(connection, owner, prompt, generation, chain, request, aligned.keys)
         rejected = await answer.admitted()
         if rejected is None:
             return answer
@@ -156,7 +153,7 @@ class Answer:
 
     def __init__(
         self,
-        model: ServedModel,
+        connection: Connection,
         owner: Owner,
         prompt: Prompt,
         generation: Generation,
@@ -166,7 +163,8 @@ class Answer:
     ) -> None:
         self.finish_reason: FinishReason | None = None
         self.cached_tokens = 0
-        self._model = model
+        self._connection = connection
+        self._model = connection.model
         self._owner = owner
         self._prompt = prompt
         self._prompt_tokens = len(prompt.tokens)
@@ -174,7 +172,7 @@ class Answer:
         self._chain = chain
         self._request = request
         self._last_key = keys[-1] if keys else chain.root
-        self._detokenizer = Detokenizer(model.tokenizer)
+        self._detokenizer = Detokenizer(connection.model.tokenizer)
         self._stops = StopStrings(generation.stop)
         self._text = ""
         # Where in the text each token ends: a stop string leaves the whole tokens before its cut.
@@ -193,7 +191,7 @@ class Answer:
             event = await self._request.next()
         except StoreLost:
             self._ended = True
-            raise StoreUnavailable(_LOST) from None
+            raise self._connection.lost() from None
         except BaseException:
             # Cancelled while it waited: the client is gone.
             await self.close()
@@ -220,7 +218,7 @@ class Answer:
                 event = await self._request.next()
             except StoreLost:
                 self._ended = True
-                raise StoreUnavailable(_LOST) from None
+                raise self._connection.lost() from None
             if isinstance(event, list):
                 if text := self._take(event):
                     self._text += text

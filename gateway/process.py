@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ from starlette.types import ASGIApp
 from cachestore.protocol import Welcome
 from gateway.admin_client import default_data_dir
 from gateway.app import Gateway, open_gateway
+from gateway.http.connection import Connection
 from gateway.settings import Settings, SettingsError
 from gateway.supervisor import StoreEnded, Supervisor
 from gateway.tenants.database import CannotOpen
@@ -31,6 +33,10 @@ from gateway.tenants.vault import VaultError
 REFUSALS = (SettingsError, CannotOpen, VaultError)
 
 KEEPALIVE_SECONDS = 75
+# For listeners and store to end, once running answers had their time.
+END_SECONDS = 0.75
+# What the kernel may hold of an answer for a client that does not read; more waits in the process and is noticed.
+SEND_BUFFER_BYTES = 128 << 10
 ADMIN_HOST = "127.0.0.1"
 
 
@@ -43,6 +49,9 @@ def run(settings: Settings, store_arguments: Sequence[str] | None) -> int:
     Raises:
         SettingsError, CannotOpen, VaultError: one line why nothing was started.
     """
+    # Every waiting connection takes a descriptor; the soft limit is made for programs that use select().
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, store_arguments))
 
@@ -50,16 +59,16 @@ def run(settings: Settings, store_arguments: Sequence[str] | None) -> int:
 async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> int:
     tenant_socket = _bind("--port", settings.host, settings.port)
     admin_socket = _bind("--admin-port", ADMIN_HOST, settings.admin_port)
-    supervisor = None if store_arguments is None else Supervisor(store_arguments)
     stop = asyncio.Event()
-    _handle_signals(stop, supervisor)
+    supervisors: list[Supervisor] = []
+    _handle_signals(stop, supervisors)
     try:
         async with open_gateway(
             database_url=settings.database_url,
             kek_file=settings.kek_file,
             socket_path=settings.socket,
             # The store's own word is the directory; a gateway of its own may have the files elsewhere.
-            model_dir=settings.model_dir if supervisor is None else None,
+            model_dir=settings.model_dir if store_arguments is None else None,
             model_name=settings.model_name,
         ) as gateway:
             admin_key = await gateway.directory.ensure_first_admin_key(settings.data_dir)
@@ -70,9 +79,11 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
                 asyncio.create_task(server.serve(sockets=[listener]))
                 for server, listener in zip(servers, (tenant_socket, admin_socket), strict=True)
             ]
-            watching = [] if supervisor is None else [asyncio.create_task(supervisor.run())]
+            if store_arguments is not None:
+                supervisors.append(Supervisor(store_arguments, lambda: gateway.link.heard_at))
+            watching = [asyncio.create_task(supervisor.run()) for supervisor in supervisors]
             announcing = asyncio.create_task(
-                _announce(gateway, supervisor, settings, _url(settings.host, tenant_socket), admin_url, admin_key)
+                _announce(gateway, supervisors, settings, _url(settings.host, tenant_socket), admin_url, admin_key)
             )
             stopping = asyncio.create_task(stop.wait())
             try:
@@ -89,10 +100,9 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
                 await gateway.completions.drain(settings.drain_seconds)
                 for server in servers:
                     server.should_exit = server.force_exit = True
-                await asyncio.wait(listening, timeout=1)
-                if supervisor is not None:
-                    await supervisor.stop()
-                    await asyncio.gather(*watching, return_exceptions=True)
+                ending = [*listening, *(asyncio.create_task(supervisor.stop()) for supervisor in supervisors)]
+                await asyncio.wait(ending, timeout=END_SECONDS)
+                await asyncio.gather(*watching, return_exceptions=True)
     finally:
         tenant_socket.close()
         admin_socket.close()
@@ -103,6 +113,7 @@ def _bind(option: str, host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     try:
         listener.bind((host, port))
     except OSError as error:
@@ -131,7 +142,7 @@ def _server(app: ASGIApp) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -143,10 +154,10 @@ def _server(app: ASGIApp) -> _Server:
     )
 
 
-def _handle_signals(stop: asyncio.Event, supervisor: Supervisor | None) -> None:
+def _handle_signals(stop: asyncio.Event, supervisors: list[Supervisor]) -> None:
     def on_signal() -> None:
         if stop.is_set():
-            if supervisor is not None:
+            for supervisor in supervisors:
                 supervisor.kill()
             os._exit(130)
         stop.set()
@@ -157,10 +168,10 @@ def _handle_signals(stop: asyncio.Event, supervisor: Supervisor | None) -> None:
 
 
 async def _announce(
-    gateway: Gateway, supervisor: Supervisor | None, settings: Settings, url: str, admin_url: str, admin_key: Path
+    gateway: Gateway, supervisors: list[Supervisor], settings: Settings, url: str, admin_url: str, admin_key: Path
 ) -> None:
     await gateway.link.connected.wait()
-    if supervisor is not None:
+    for supervisor in supervisors:
         supervisor.settled()
     model = gateway.link.connection().model
     print(_banner(settings, model.name, model.store, url, admin_url, admin_key), flush=True)

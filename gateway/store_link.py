@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,25 +27,51 @@ LAST_RETRY_SECONDS = 1.0
 STEP_AGE_LIMIT_MS = 10_000
 
 
-class StoreUnavailable(ApiError):
-    """503: no store can take the request now."""
+# A store that dies this soon after it was reached, twice in a row, may be killed by what it is asked.
+EARLY_LOSS_SECONDS = 10.0
 
-    def __init__(self, message: str) -> None:
+
+class StoreUnavailable(ApiError):
+    """503: no store can take the request now. `retry`: whether a client's library should send it again by itself."""
+
+    def __init__(self, message: str, *, retry: bool = True) -> None:
         super().__init__(
             503,
             message,
             type="service_unavailable_error",
             code="server_is_overloaded",
-            headers=(("retry-after", "1"), ("retry-after-ms", "1000"), ("x-should-retry", "true")),
+            headers=(
+                ("retry-after", "1"),
+                ("retry-after-ms", "1000"),
+                ("x-should-retry", "true" if retry else "false"),
+            ),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A store that takes requests, and the model it serves."""
+    """A store that takes requests, and the model it serves.
+
+    Attributes:
+        since: monotonic seconds, when it began to take requests.
+        early_losses: how many stores in a row were lost early before this one.
+    """
 
     client: StoreClient
     model: ServedModel
+    since: float
+    early_losses: int
+
+    @property
+    def lost_early(self) -> bool:
+        return time.monotonic() - self.since < EARLY_LOSS_SECONDS
+
+    def lost(self) -> StoreUnavailable:
+        """What a request is answered that ran when this store went away."""
+        if self.lost_early and self.early_losses:
+            message = "The model's process ended while it answered, twice in a row soon after its start."
+            return StoreUnavailable(f"{message} This request may be the cause.", retry=False)
+        return StoreUnavailable("The model's process ended while it answered. Send the request again.")
 
 
 class StoreLink:
@@ -66,6 +93,13 @@ class StoreLink:
         self._fencing: StoreClient | None = None
         self._connection: Connection | None = None
         self._model: ServedModel | None = None
+        self._early_losses = 0
+        self._heard_at = 0.0
+
+    @property
+    def heard_at(self) -> float:
+        """Monotonic seconds, when a store was last heard of; 0 before the first."""
+        return self._fencing.heard_at if self._fencing else self._heard_at
 
     def connection(self) -> Connection:
         """Raises StoreUnavailable when no store takes requests."""
@@ -73,11 +107,16 @@ class StoreLink:
             raise StoreUnavailable("The model is not available at the moment. Try again in a second.")
         return self._connection
 
+    @property
+    def step_age_ms(self) -> int:
+        """How long ago a store with work made its last step, as it last said; 0 without work."""
+        return self._connection.client.step_age_ms if self._connection else 0
+
     def trouble(self) -> str | None:
         """Why requests would not be served now; None when they would."""
         if self._connection is None or self._connection.client.closed.is_set():
             return "no store is connected"
-        if self._connection.client.step_age_ms > STEP_AGE_LIMIT_MS:
+        if self.step_age_ms > STEP_AGE_LIMIT_MS:
             return "the store has work and makes no steps"
         return None
 
@@ -108,6 +147,9 @@ class StoreLink:
                     retry_seconds = FIRST_RETRY_SECONDS
                     log.warning("the store's connection was lost")
                 finally:
+                    self._heard_at = client.heard_at
+                    if self._connection is not None:
+                        self._early_losses = self._early_losses + 1 if self._connection.lost_early else 0
                     self._fencing = self._connection = None
                     self.connected.clear()
                     client.close()
@@ -124,7 +166,7 @@ class StoreLink:
         for fence in await self._directory.pending_fences():
             await _send_fence(client, fence.account, fence.epoch)
             await self._directory.fence_done(fence)
-        self._connection = Connection(client, model)
+        self._connection = Connection(client, model, time.monotonic(), self._early_losses)
         self.connected.set()
         await client.closed.wait()
 

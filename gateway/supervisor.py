@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 log = logging.getLogger("saltern.gateway")
@@ -23,7 +23,10 @@ FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 8.0
 # A store that lived this long did not fail because of how it was started.
 SETTLED_SECONDS = 10.0
-STOP_SECONDS = 3.0
+# Within the second that an end may take after running answers had theirs.
+STOP_SECONDS = 0.7
+# A store that was heard of and then says nothing for this long is stuck.
+SILENCE_SECONDS = 30.0
 
 
 class StoreEnded(Exception):
@@ -39,12 +42,15 @@ class Supervisor:
 
     Args:
         arguments: of `saltern store`.
+        heard_at: monotonic seconds, when a store was last heard of.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], heard_at: Callable[[], float]) -> None:
         self._arguments = arguments
         self._life_read, self._life_write = os.pipe()
         self._process: asyncio.subprocess.Process | None = None
+        self._heard_at = heard_at
+        self._started = 0.0
         self._ready = False
         self._stopping = False
 
@@ -60,21 +66,33 @@ class Supervisor:
         """
         backoff_seconds = FIRST_BACKOFF_SECONDS
         while True:
-            started = time.monotonic()
-            await self._start()
-            assert self._process is not None
-            code = await self._process.wait()
+            self._started = time.monotonic()
+            process = await self._start()
+            watching = asyncio.create_task(self._kill_when_silent())
+            try:
+                code = await process.wait()
+            finally:
+                watching.cancel()
             if self._stopping:
                 return
             if not self._ready:
                 raise StoreEnded(code)
-            lived = time.monotonic() - started
+            lived = time.monotonic() - self._started
             backoff_seconds = FIRST_BACKOFF_SECONDS if lived > SETTLED_SECONDS else backoff_seconds
             log.error("the store ended with status %d after %.0f s; next start in %.1f s", code, lived, backoff_seconds)
             await asyncio.sleep(backoff_seconds)
             backoff_seconds = min(2 * backoff_seconds, LAST_BACKOFF_SECONDS)
 
-    async def _start(self) -> None:
+    async def _kill_when_silent(self) -> None:
+        """One that never was heard of still loads its model; one that wakes before is left alone."""
+        while True:
+            await asyncio.sleep(1)
+            heard_at = self._heard_at()
+            if heard_at > self._started and (silent := time.monotonic() - heard_at) > SILENCE_SECONDS:
+                log.error("the store was silent for %.0f s: it is killed and started again", silent)
+                self.kill()
+
+    async def _start(self) -> asyncio.subprocess.Process:
         self._process = await asyncio.create_subprocess_exec(
             *_saltern(),
             "store",
@@ -85,9 +103,10 @@ class Supervisor:
             pass_fds=(self._life_read,),
             start_new_session=True,
         )
+        return self._process
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL after three seconds. Leaves no process."""
+        """SIGTERM, then SIGKILL. Leaves no process."""
         self._stopping = True
         process = self._process
         if process is not None and process.returncode is None:
