@@ -38,11 +38,18 @@ class Violation:
         self.error = error
 
 
+class Crashed:
+    """Handed out last: the engine met a state that must not be, and computes nothing any more."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
 class _Stop:
     pass
 
 
-Outgoing = list[tuple[int, Message | Violation]]
+Outgoing = list[tuple[int, Message | Violation | Crashed]]
 
 
 class EngineThread:
@@ -82,21 +89,23 @@ class EngineThread:
         return 0 if last is None else (time.monotonic_ns() - last) // 1_000_000
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            self._deliver([(0, Crashed(error))])
+
+    def _serve(self) -> None:
         engine = self.engine
-        while True:
-            if engine.has_work:
-                self._last_step_ns = self._last_step_ns or time.monotonic_ns()
-            else:
-                self._last_step_ns = None
-            if not self._take_messages():
-                return
+        while self._take_messages():
             engine.expire()
             if engine.has_work:
+                # Set before the first step too: one that never ends must be seen to age.
+                self._last_step_ns = self._last_step_ns or time.monotonic_ns()
                 engine.step()
                 self._last_step_ns = time.monotonic_ns()
-            elif self._drain_waiters:
-                for connection in self._drain_waiters:
-                    self._outbox.append((connection, Drained()))
+            if not engine.has_work:
+                self._last_step_ns = None
+                self._outbox += [(connection, Drained()) for connection in self._drain_waiters]
                 self._drain_waiters.clear()
             if self._outbox:
                 outgoing, self._outbox[:] = list(self._outbox), []

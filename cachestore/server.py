@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from cachestore.engine import Engine
-from cachestore.engine_thread import Disconnected, EngineThread, Outgoing, ReportDue, Violation
+from cachestore.engine_thread import Crashed, Disconnected, EngineThread, Outgoing, ReportDue, Violation
 from cachestore.protocol import (
     HEADER_BYTES,
     KEY_VERSION,
@@ -101,6 +101,8 @@ class StoreServer:
         self._connections: dict[int, _Connection] = {}
         self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped = asyncio.Event()
+        self._crash: Exception | None = None
         self._thread = EngineThread(make_engine, self._deliver_soon)
 
     @property
@@ -113,8 +115,10 @@ class StoreServer:
 
         Raises:
             StartError: the socket's directory is not ours alone, or another store serves there.
+            RuntimeError: the engine failed; what it held can't be trusted any more.
         """
         self._loop = asyncio.get_running_loop()
+        self._stopped = stopped
         listener = _bind(self.socket_path)
         self._thread.start()
         try:
@@ -128,6 +132,8 @@ class StoreServer:
         finally:
             self.socket_path.unlink(missing_ok=True)
             self._thread.stop()
+        if self._crash:
+            raise RuntimeError("the engine failed, so the store ends") from self._crash
 
     def _deliver_soon(self, outgoing: Outgoing) -> None:
         assert self._loop is not None
@@ -137,6 +143,11 @@ class StoreServer:
 
     def _deliver(self, outgoing: Outgoing) -> None:
         for number, message in outgoing:
+            if isinstance(message, Crashed):
+                # A store without an engine would answer pings for ever: ended, it is started anew.
+                self._crash = message.error
+                self._stopped.set()
+                return
             connection = self._connections.get(number)
             if connection is None:
                 continue

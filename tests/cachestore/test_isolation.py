@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cachestore.protocol import Message
 from tests.cachestore.support import ALICE, BOB, Answer, Harness, chain_keys, expected_answer
 
 
@@ -38,6 +39,28 @@ def test_line_07_the_store_misses_under_another_account_or_epoch_though_the_key_
     assert cached_tokens(ALICE, 3) == 12
     # What each read was its own: the runner's double compares every context with who wrote it.
     assert not harness.remembering.mistakes
+
+
+@pytest.mark.parametrize("command", ["fence", "drop"])
+def test_line_10_nothing_older_is_indexed_when_the_answer_is_given(command: str) -> None:
+    harness = Harness()
+    harness.complete(prompt(1, 14))
+    harness.complete(prompt(1, 14), account=BOB)
+    assert harness.cached_blocks(ALICE) == 4
+    indexed: list[int] = []
+    emit = harness.engine._emit
+
+    def watch(connection: int, message: Message) -> None:
+        indexed.append(harness.cached_blocks(ALICE))
+        emit(connection, message)
+
+    harness.engine._emit = watch
+    if command == "fence":
+        assert harness.fence(ALICE, 2).blocks == 4
+    else:
+        assert harness.drop(ALICE).blocks == 4
+    assert indexed == [0]
+    assert harness.cached_blocks(BOB) == 4
 
 
 @pytest.mark.parametrize("fenced", [True, False])

@@ -106,7 +106,7 @@ async def test_b209_huge_prompts_hold_up_neither_health_checks_nor_streams(serve
             continue
         error = refusal(response, 400)
         if what == "lists":
-            assert error["param"] == "prompt"
+            assert "1300005 objects, lists and fields" in error["message"]
             continue
         assert error["code"] == "context_length_exceeded"
         assert "8192" in error["message"]
@@ -124,13 +124,13 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(server: Server) -
 
     async def request(http: httpx.AsyncClient) -> None:
         tenant, stream = draw.choice(tenants), draw.random() < 0.6
-        prompt: dict[str, Any] = {"prompt": random_prompt(f"leave {draw.randrange(12)}", draw.randrange(4, 60))}
+        prompt: dict[str, Any] = {"prompt": random_prompt(f"leave {draw.randrange(12)}", draw.randrange(4, 40))}
         path = TEXT
         if draw.random() < 0.4:
             path, prompt = CHAT, {"messages": [{"role": "user", "content": f"Tell me of number {draw.randrange(12)}."}]}
-        body = {"model": server.model, "max_tokens": draw.randrange(1, 12), "stream": stream, "ignore_eos": True}
+        body = {"model": server.model, "max_tokens": draw.randrange(1, 9), "stream": stream, "ignore_eos": True}
         # Never, before the first byte, or after so many of them.
-        patience_seconds = draw.choice([None, draw.uniform(0, 2)])
+        patience_seconds = draw.choice([None, draw.uniform(0, 1.5)])
         chunks_left = draw.choice([None, draw.randrange(1, 4)]) if stream else None
         try:
             async with (
