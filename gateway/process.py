@@ -26,7 +26,7 @@ from gateway.admin_client import default_data_dir
 from gateway.app import Gateway, open_gateway
 from gateway.http.connection import Connection
 from gateway.settings import Settings, SettingsError
-from gateway.supervisor import StoreEnded, Supervisor
+from gateway.supervisor import StoreEnded, Supervisor, store_command
 from gateway.tenants.database import CannotOpen
 from gateway.tenants.vault import VaultError
 
@@ -80,7 +80,7 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
                 for server, listener in zip(servers, (tenant_socket, admin_socket), strict=True)
             ]
             if store_arguments is not None:
-                supervisors.append(Supervisor(store_arguments, lambda: gateway.link.heard_at))
+                supervisors.append(Supervisor(store_command(store_arguments), lambda: gateway.link.heard_at))
             watching = [asyncio.create_task(supervisor.run()) for supervisor in supervisors]
             announcing = asyncio.create_task(
                 _announce(gateway, supervisors, settings, _url(settings.host, tenant_socket), admin_url, admin_key)

@@ -41,12 +41,12 @@ class Supervisor:
     """Runs one store as a child process.
 
     Args:
-        arguments: of `saltern store`.
+        command: what to run; `--life-descriptor N` is added.
         heard_at: monotonic seconds, when a store was last heard of.
     """
 
-    def __init__(self, arguments: Sequence[str], heard_at: Callable[[], float]) -> None:
-        self._arguments = arguments
+    def __init__(self, command: Sequence[str], heard_at: Callable[[], float]) -> None:
+        self._command = command
         self._life_read, self._life_write = os.pipe()
         self._process: asyncio.subprocess.Process | None = None
         self._heard_at = heard_at
@@ -94,9 +94,7 @@ class Supervisor:
 
     async def _start(self) -> asyncio.subprocess.Process:
         self._process = await asyncio.create_subprocess_exec(
-            *_saltern(),
-            "store",
-            *self._arguments,
+            *self._command,
             "--life-descriptor",
             str(self._life_read),
             stdin=asyncio.subprocess.DEVNULL,
@@ -130,7 +128,8 @@ class Supervisor:
                 self._process.kill()
 
 
-def _saltern() -> list[str]:
-    """The command as it was installed, so that `ps` shows `saltern store`."""
+def store_command(arguments: Sequence[str]) -> list[str]:
+    """`saltern store` as it was installed, so that `ps` shows it by that name."""
     script = Path(sys.executable).with_name("saltern")
-    return [str(script)] if script.exists() else [sys.executable, "-m", "gateway.cli"]
+    saltern = [str(script)] if script.exists() else [sys.executable, "-m", "gateway.cli"]
+    return [*saltern, "store", *arguments]
