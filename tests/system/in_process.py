@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from msgspec.structs import replace
 
 from cachestore.engine import Engine
 from cachestore.protocol import Geometry, Limits, Welcome
@@ -90,17 +91,22 @@ class InProcess:
 
 
 @asynccontextmanager
-async def in_process(data_dir: Path, model_dir: Path, blocks: int = 4096) -> AsyncIterator[InProcess]:
+async def in_process(
+    data_dir: Path, model_dir: Path, blocks: int = 4096, *, runner: RememberingRunner | None = None, **limited: int
+) -> AsyncIterator[InProcess]:
     """A gateway connected to a store of `blocks` blocks, until the block ends.
 
     Args:
         data_dir: for the database, the key file and the socket.
         model_dir: whose tokenizer the gateway uses.
+        runner: what computes instead of the usual double.
+        limited: fields of `Limits` that are not as usual.
     """
-    runner = RememberingRunner(BLOCK_TOKENS)
-    limits = Limits(
+    runner = runner or RememberingRunner(BLOCK_TOKENS)
+    usual = Limits(
         blocks=blocks, max_context_tokens=2048, max_running=256, step_tokens=4096, vocabulary_tokens=49152
     )
+    limits = replace(usual, **limited)
     geometry = Geometry(
         layers=1,
         kv_heads=1,
