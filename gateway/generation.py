@@ -15,7 +15,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import AsyncIterator
 
-from cachestore.client import StoreLost, StoreRequest
+from cachestore.client import Event, StoreLost, StoreRequest
 from cachestore.protocol import Counts, Finished, Rejected, Sampling, Started
 from gateway.http.errors import ApiError, bad_value
 from gateway.http.shapes import MAX_SUBMISSIONS, FinishReason, Generation, Usage
@@ -124,7 +124,8 @@ async def start(
                 queue_deadline_ns=deadline_ns,
             )
         except StoreLost:
-            raise connection.lost() from None
+            # Lost while the prompt was made ready: whatever ended the store, this request was not it.
+            raise StoreUnavailable("The model is not available at the moment. Try again in a second.") from None
         owner = Owner(standing.account, epoch, generation.scope)
         answer = Answer(connection, owner, prompt, generation, chain, request, aligned.keys)
         rejected = await answer.admitted()
@@ -188,10 +189,7 @@ class Answer:
             StoreUnavailable: the store went away.
         """
         try:
-            event = await self._request.next()
-        except StoreLost:
-            self._ended = True
-            raise self._connection.lost() from None
+            event = await self._event()
         except BaseException:
             # Cancelled while it waited: the client is gone.
             await self.close()
@@ -214,11 +212,7 @@ class Answer:
         """
         reason = ""
         while not reason:
-            try:
-                event = await self._request.next()
-            except StoreLost:
-                self._ended = True
-                raise self._connection.lost() from None
+            event = await self._event()
             if isinstance(event, list):
                 if text := self._take(event):
                     self._text += text
@@ -239,6 +233,14 @@ class Answer:
         self.finish_reason = "length" if reason == "length" and not self._stops.matched else "stop"
         if self._prompt.segments:
             self._remember(ended_by_token=reason == "stop" and not self._stops.matched)
+
+    async def _event(self) -> Event:
+        """Raises StoreUnavailable when the store went away."""
+        try:
+            return await self._request.next()
+        except StoreLost:
+            self._ended = True
+            raise self._connection.lost() from None
 
     def _take(self, tokens: list[int]) -> str:
         """Text of the tokens up to the one that completes a stop string; names the blocks they fill."""
@@ -281,10 +283,17 @@ class Answer:
         self._model.memory.remember(self._owner, spelt, tokens)
 
     async def _until_end(self) -> Finished | Rejected:
-        """The end of a request that was told to stop; tokens that were on their way are not part of the answer."""
-        async with asyncio.timeout(FINISH_WAIT_SECONDS):
-            while not isinstance(event := await self._request.next(), Finished | Rejected):
-                pass
+        """The end of a request that was told to stop; tokens that were on their way are not part of the answer.
+
+        Raises:
+            StoreUnavailable: the store went away, or makes no steps.
+        """
+        try:
+            async with asyncio.timeout(FINISH_WAIT_SECONDS):
+                while not isinstance(event := await self._event(), Finished | Rejected):
+                    pass
+        except TimeoutError:
+            raise StoreUnavailable("The model's process does not answer. Send the request again.") from None
         return event
 
     def _end(self, finished: Finished) -> None:
@@ -302,7 +311,7 @@ class Answer:
         finished = self._request.finished
         try:
             ended = finished or await self._until_end()
-        except (StoreLost, TimeoutError):
+        except StoreUnavailable:
             return
         if isinstance(ended, Finished):
             self._request.seal([], last=True)
