@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.http.body import MAX_PARTS, _count_parts, parse_object
+from gateway.http.body import MAX_PARTS, _count_parts, _outside_strings, parse_object
 from gateway.http.errors import ApiError
 
 TEXT = st.text(st.sampled_from('[]{}:,"\\/ué\n😀'), max_size=8)
@@ -32,7 +32,8 @@ def parts(value: Any) -> int:
 @given(value=VALUES, ascii=st.booleans(), indent=st.sampled_from([None, 1]))
 @settings(max_examples=300, deadline=None)
 def test_parts_are_counted_outside_of_strings(value: Any, ascii: bool, indent: int | None) -> None:
-    assert _count_parts(json.dumps(value, ensure_ascii=ascii, indent=indent)) == parts(value)
+    body = json.dumps(value, ensure_ascii=ascii, indent=indent).encode()
+    assert _count_parts(_outside_strings(body)) == parts(value)
 
 
 @pytest.mark.parametrize("part", ["[]", "{}", '{"a":1}', '["\\\\",[]]'])
