@@ -1,119 +1,265 @@
-"""One HTTP connection with deadlines and limits that uvicorn does not have.
+"""One HTTP connection, with deadlines and limits that uvicorn does not have, and framing that reads in one way only.
 
-    head    within 10 s of its first byte (or of the connection), at most 16 KiB before it is complete
-    body    within 30 s, and never slower than 256 bytes a second over 5 s
-    answer  a client that takes nothing for 30 s is cut off
-
-A request whose framing can be read in two ways is 400, and the connection ends: two lengths, a length beside a transfer
-encoding, bare line feeds (the last two are refused by llhttp itself; RFC 9112, sections 6.3 and 2.2).
+    head     within 10 s of its first byte (or of the connection), at most 16 KiB
+    body     within 30 s, and never slower than 256 bytes a second over 5 s
+    answer   a client that takes nothing of it for 30 s is cut off
+    order    one request at a time. What comes before an answer has ended is dropped, and the connection ends after
+             that answer; the client sends it again (RFC 9112, section 9.3.2). So a disconnect is always noticed,
+             nothing piles up, and what hides behind a request is never answered.
+    framing  bare line feeds, folded lines, bad chunks and bad lengths are refused by llhttp, what else is ambiguous
+             by `head_fault`: 400, and the connection ends (RFC 9112, sections 2.2, 5 and 6)
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from gateway.http.errors import ApiError
-from gateway.http.routing import MAX_HEADER_BYTES
+from gateway.http.body import MAX_BODY_BYTES
+from gateway.http.errors import LINGER_BYTES, LINGER_SECONDS, ApiError
+from gateway.http.routing import MAX_HEADER_BYTES, RawHeaders
 
 HEAD_SECONDS = 10.0
 BODY_SECONDS = 30.0
 RATE_WINDOW_SECONDS = 5.0
 RATE_WINDOW_BYTES = 5 * 256
 STALLED_READER_SECONDS = 30.0
+# How often it is looked whether a client took something, in parts of that.
+STALLED_READER_CHECKS = 6
 
 
-class AmbiguousFraming(Exception):
-    """Where the message ends can be read in two ways."""
+def malformed() -> ApiError:
+    return ApiError(400, "This is not a well-formed HTTP request.")
+
+
+def head_too_large() -> ApiError:
+    return ApiError(431, f"The head of the request has more than {MAX_HEADER_BYTES} bytes.")
+
+
+def head_fault(version: str, target: bytes, headers: RawHeaders, upgrade: bool) -> str | None:
+    """Why another recipient might read this request differently; None when none would.
+
+    Args:
+        headers: names in lower case.
+        upgrade: whether it asks for another protocol, as llhttp understands it.
+    """
+    lengths, codings, hosts = (
+        [value for name, value in headers if name == wanted]
+        for wanted in (b"content-length", b"transfer-encoding", b"host")
+    )
+    if version not in ("1.0", "1.1"):
+        return "This server speaks HTTP/1.1 and HTTP/1.0."
+    if len(hosts) > 1 or (version == "1.1" and not hosts):
+        return "A request has one Host header."
+    if target.startswith(b"//"):
+        return "The path begins with two slashes."
+    if len(lengths) + len(codings) > 1:
+        return "A request has one Content-Length or one Transfer-Encoding."
+    if codings and (version == "1.0" or codings[0].strip().lower() != b"chunked"):
+        return "The only Transfer-Encoding is chunked, in HTTP/1.1."
+    if upgrade and (lengths or codings):
+        # llhttp takes what follows the head for the other protocol, which is not spoken here.
+        return "A request with a body can't ask for another protocol; send it without the Upgrade header."
+    return None
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol, with deadlines. One timer for what is read, one for what is written."""
+    """uvicorn's protocol, held to the above. One timer for what is read, one for what is written."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
-        self._head_bytes = 0
-        self._head_complete = False
+        # Between the end of the head and the end of the message.
+        self._in_body = False
         self._body_bytes = 0
         self._body_deadline = 0.0
+        # What the parser took since it last handed a head or a part of the body on.
+        self._withheld_bytes = 0
+        # Whatever comes now is dropped.
+        self._deaf = False
+        self._dropped_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Anything that the kernel does not take pauses writing, so that the timer sees every client that stalls.
+        transport.set_write_buffer_limits(high=0)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop(self._reading)
-        self._stop(self._writing)
+        self._stop_reading_timer()
+        self._stop_writing_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._reading is None and not self._head_complete:
+        if self._deaf:
+            self._dropped_bytes += len(data)
+            if self._dropped_bytes > LINGER_BYTES:
+                self.transport.abort()
+            return
+        self._unset_keepalive_if_required()
+        if self._reading is None:
             self._await_head()
-        if not self._head_complete:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if not self._head_complete and self._head_bytes > MAX_HEADER_BYTES:
-            self._refuse(ApiError(431, f"The headers have more than {MAX_HEADER_BYTES} bytes."))
+        self._withheld_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # The request is served as it is. The parser has lost what follows it.
+            self._end_after_answer()
+        except httptools.HttpParserError as error:
+            self._refuse(error.__context__ if isinstance(error.__context__, ApiError) else malformed())
+        else:
+            if self._withheld_bytes > MAX_HEADER_BYTES:
+                self._refuse(head_too_large())
+
+    # --- what the parser calls; an exception ends it
+
+    def on_message_begin(self) -> None:
+        if self._answering:
+            raise malformed()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > MAX_HEADER_BYTES:
+            raise head_too_large()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # A trailer must not become a header of the request that is already being served (RFC 9110, section 6.5.1).
+        if not self._in_body:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if sum(name == b"content-length" for name, _ in self.headers) > 1:
-            raise AmbiguousFraming
-        self._head_complete = True
-        self._head_bytes = 0
+        version, upgrade = self.parser.get_http_version(), self.parser.should_upgrade()
+        if fault := head_fault(version, self.url, self.headers, upgrade):
+            raise ApiError(400, fault)
         super().on_headers_complete()
-        self._stop(self._reading)
-        self._body_bytes = 0
+        self._in_body = True
+        self._withheld_bytes = self._body_bytes = 0
         self._body_deadline = self.loop.time() + BODY_SECONDS
+        self._stop_reading_timer()
         self._reading = self.loop.call_later(RATE_WINDOW_SECONDS, self._check_body, 0)
 
     def on_body(self, body: bytes) -> None:
-        self._body_bytes += len(body)
         super().on_body(body)
+        self._withheld_bytes = 0
+        self._body_bytes += len(body)
+        if self._body_bytes > MAX_BODY_BYTES + LINGER_BYTES:
+            raise malformed()
 
     def on_message_complete(self) -> None:
-        self._stop(self._reading)
-        self._reading = None
-        self._head_complete = False
         super().on_message_complete()
+        self._in_body = False
+        self._withheld_bytes = 0
+        self._stop_reading_timer()
+        if not self._answering:
+            # The answer came before the end of the request, and no end of an answer will watch over what comes next.
+            self._await_head()
+
+    # --- what the answer and the transport call
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_body and self.expect_100_continue:
+            # Whether the body follows all the same is the client's choice (RFC 9110, section 10.1.1).
+            self.transport.close()
 
     def pause_writing(self) -> None:
-        self._writing = self.loop.call_later(STALLED_READER_SECONDS, self.transport.abort)
         super().pause_writing()
+        self._await_taking(self.transport.get_write_buffer_size(), STALLED_READER_CHECKS)
 
     def resume_writing(self) -> None:
-        self._stop(self._writing)
         super().resume_writing()
+        self._stop_writing_timer()
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, "This is not a well-formed HTTP request."))
+    # --- deadlines
 
     def _await_head(self) -> None:
-        self._reading = self.loop.call_later(HEAD_SECONDS, self._refuse, ApiError(408, "The headers came too slowly."))
+        self._reading = self.loop.call_later(HEAD_SECONDS, self._check_head)
+
+    def _check_head(self) -> None:
+        if self._withheld_bytes:
+            self._time_out("The headers came too slowly.")
+        else:
+            # Nothing was asked; an answer might be taken for that of a request just sent.
+            self.transport.close()
 
     def _check_body(self, before_bytes: int) -> None:
-        # What we don't read because its handler is behind is not the client's slowness.
-        waiting_for_client = not self.flow.read_paused
+        # What is not read because its handler is behind, or was not asked for yet, is not the client's slowness.
+        waiting_for_client = not (self.flow.read_paused or self.cycle.waiting_for_100_continue)
         too_slow = self._body_bytes - before_bytes < RATE_WINDOW_BYTES and waiting_for_client
         if too_slow or self.loop.time() > self._body_deadline:
-            self._refuse(ApiError(408, "The body came too slowly."))
+            self._time_out("The body came too slowly.")
         else:
             self._reading = self.loop.call_later(RATE_WINDOW_SECONDS, self._check_body, self._body_bytes)
 
-    def _refuse(self, error: ApiError) -> None:
-        """Answer, where no answer has begun, and end the connection."""
-        if self.transport.is_closing():
-            return
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            body = error.encode()
-            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-            self.transport.write(STATUS_LINE[error.status] + head + body)
-        self.transport.close()
+    def _await_taking(self, left_bytes: int, checks: int) -> None:
+        seconds = STALLED_READER_SECONDS / STALLED_READER_CHECKS
+        self._writing = self.loop.call_later(seconds, self._check_taking, left_bytes, checks - 1)
 
-    @staticmethod
-    def _stop(timer: asyncio.TimerHandle | None) -> None:
-        if timer is not None:
-            timer.cancel()
+    def _check_taking(self, before_bytes: int, checks: int) -> None:
+        left_bytes = self.transport.get_write_buffer_size()
+        if left_bytes < before_bytes:
+            checks = STALLED_READER_CHECKS
+        if checks:
+            self._await_taking(left_bytes, checks)
+        else:
+            self.transport.abort()
+
+    def _stop_reading_timer(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def _stop_writing_timer(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+
+    # --- ends
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _time_out(self, message: str) -> None:
+        self._refuse(ApiError(408, message))
+        if not self._answering:
+            # So slow a client has nothing under way.
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what is being read, unless its answer or another's is under way, and end the connection."""
+        if self._deaf or self.transport.is_closing():
+            return
+        if self._in_body and self._answering and not self.cycle.response_started:
+            # The handler hears of a disconnect, and says nothing any more.
+            self.cycle.disconnected = True
+            self.cycle.waiting_for_100_continue = False
+            self.cycle.response_complete = True
+            self.cycle.message_event.set()
+        elif self._in_body or self._answering:
+            return self._end_after_answer()
+        self._deaf = True
+        body = error.encode()
+        self.transport.write(
+            STATUS_LINE[error.status] + b"content-type: application/json\r\nconnection: close\r\n"
+            b"x-request-id: req_%s\r\ncontent-length: %d\r\n\r\n" % (secrets.token_hex(12).encode(), len(body)) + body
+        )
+        # Closed with bytes unread, the connection would be reset, and the reset overtake the answer.
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._stop_reading_timer()
+        self._reading = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def _end_after_answer(self) -> None:
+        self._deaf = True
+        self._stop_reading_timer()
+        if self._answering:
+            self.cycle.keep_alive = False
+        else:
+            self.transport.close()
