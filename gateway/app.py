@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from gateway.admin.routes import admin_routes
 from gateway.completions import Completions
+from gateway.http.openapi import described
 from gateway.http.routing import Route, Router
 from gateway.store_link import StoreLink
 from gateway.tenants.database import Database
@@ -57,8 +58,17 @@ async def open_gateway(
                 directory,
                 link,
                 completions,
-                tenant_app=_router([*health.routes(), *completions.routes()], directory),
-                admin_app=_router([*health.routes(), *admin_routes(directory, link)], directory),
+                tenant_app=_router(
+                    described([*health.routes(), *completions.routes()], "/openapi.json", "Saltern"), directory
+                ),
+                admin_app=_router(
+                    described(
+                        [*health.routes(), *admin_routes(directory, link)],
+                        "/admin/openapi.json",
+                        "Saltern, administration",
+                    ),
+                    directory,
+                ),
             )
         finally:
             connecting.cancel()
@@ -83,7 +93,18 @@ class Health:
         self._completions = completions
 
     def routes(self) -> list[Route]:
-        return [Route("GET", "/livez", "public", self.live), Route("GET", "/readyz", "public", self.ready)]
+        return [
+            Route("GET", "/livez", "public", self.live, summary="Whether this process answers", answers=str),
+            Route(
+                "GET",
+                "/readyz",
+                "public",
+                self.ready,
+                summary="Whether requests would be served",
+                answers=str,
+                statuses=(200, 503),
+            ),
+        ]
 
     async def live(self, request: Request) -> Response:
         return PlainTextResponse("live\n")

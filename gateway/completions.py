@@ -15,7 +15,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -28,7 +28,7 @@ from gateway.generation import Answer, context_length_exceeded
 from gateway.http import sse
 from gateway.http.body import read_object
 from gateway.http.errors import JSON, ApiError
-from gateway.http.fields import ignored_fields_header
+from gateway.http.fields import OTHER_FIELDS, ignored_fields_header
 from gateway.http.routing import Route
 from gateway.http.shapes import (
     AssistantMessage,
@@ -144,10 +144,30 @@ class Completions:
 
     def routes(self) -> list[Route]:
         return [
-            Route("POST", "/v1/chat/completions", "tenant", self.chat),
-            Route("POST", "/v1/completions", "tenant", self.text),
-            Route("GET", "/v1/models", "tenant", self.models),
-            Route("GET", "/v1/models/{model:path}", "tenant", self.model),
+            Route(
+                "POST",
+                "/v1/chat/completions",
+                "tenant",
+                self.chat,
+                summary="Continue a conversation",
+                reads=Annotated[ChatRequest, OTHER_FIELDS],
+                answers=ChatCompletion,
+                streams=ChatChunk,
+                refusals=(404,),
+            ),
+            Route(
+                "POST",
+                "/v1/completions",
+                "tenant",
+                self.text,
+                summary="Continue texts or token ids",
+                reads=Annotated[CompletionRequest, OTHER_FIELDS],
+                answers=TextCompletion,
+                streams=TextCompletion,
+                refusals=(404,),
+            ),
+            Route("GET", "/v1/models", "tenant", self.models, summary="The model that is served", answers=ModelList),
+            Route("GET", "/v1/models/{model:path}", "tenant", self.model, summary="One model", answers=Model),
         ]
 
     async def models(self, request: Request) -> Response:

@@ -11,11 +11,8 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from gateway.admin.shapes import Page
+from gateway.admin.shapes import DEFAULT_LIMIT, MAX_LIMIT, Page, PageQuery
 from gateway.http.errors import ApiError, bad_value
-
-DEFAULT_LIMIT = 50
-MAX_LIMIT = 200
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _POSITION = re.compile(r"([0-9]{1,16})\.([a-z]{3}_[0-9a-z]{1,28})")
@@ -32,19 +29,18 @@ class Window:
     cursor: str | None
 
 
-def window(request: Request, also: tuple[str, ...] = ()) -> Window:
+def window(request: Request, known: type[PageQuery] = PageQuery) -> Window:
     """
     Args:
-        also: query parameters that the route knows besides `limit` and `cursor`.
+        known: its fields are the query parameters that the route knows.
 
     Raises:
         ApiError: 400 for an unknown or repeated parameter, and for one out of range.
     """
-    known = ("limit", "cursor", *also)
     query = request.query_params.multi_items()
     for name, _ in query:
-        if name not in known:
-            raise ApiError(400, f"Unknown query parameter; this list takes {', '.join(known)}.")
+        if name not in known.__struct_fields__:
+            raise ApiError(400, f"Unknown query parameter; this list takes {', '.join(known.__struct_fields__)}.")
     if len({name for name, _ in query}) != len(query):
         raise ApiError(400, "A query parameter is given twice.")
     values = dict(query)

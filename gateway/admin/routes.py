@@ -12,14 +12,19 @@ from starlette.responses import Response
 from gateway.admin import pages
 from gateway.admin.link import StoreLink
 from gateway.admin.shapes import (
+    KEY_NAME,
+    TENANT_NAME,
     DroppedBody,
     KeyBody,
     KeyInput,
+    Page,
+    PageQuery,
     RotateBody,
     RotateInput,
     SaltBody,
     TenantBody,
     TenantInput,
+    TenantsQuery,
     json_response,
 )
 from gateway.http.body import read_struct
@@ -34,8 +39,8 @@ from gateway.tenants.tables import ApiKey, Tenant
 PREFIX = "/admin/v1/tenants"
 
 _NEVER = datetime(9999, 12, 30, tzinfo=UTC)
-_TENANT_NAME = re.compile(r"[a-z0-9-]{1,64}")
-_KEY_NAME = re.compile(r"[^\x00-\x1f\x7f-\x9f]{1,64}")
+_TENANT_NAME = re.compile(TENANT_NAME)
+_KEY_NAME = re.compile(KEY_NAME)
 _ID = re.compile(r"[a-z]{3}_[0-9a-z]{1,28}")
 
 
@@ -43,15 +48,81 @@ def admin_routes(directory: Directory, link: StoreLink) -> list[Route]:
     api = AdminApi(directory, link)
     tenant = PREFIX + "/{tenant_id}"
     return [
-        Route("POST", PREFIX, "admin:tenants:write", api.create_tenant),
-        Route("GET", PREFIX, "admin:tenants:read", api.list_tenants),
-        Route("GET", tenant, "admin:tenants:read", api.get_tenant),
-        Route("DELETE", tenant, "admin:tenants:write", api.delete_tenant),
-        Route("POST", tenant + "/keys", "admin:keys:write", api.create_key),
-        Route("GET", tenant + "/keys", "admin:keys:read", api.list_keys),
-        Route("DELETE", tenant + "/keys/{key_id}", "admin:keys:write", api.delete_key),
-        Route("GET", tenant + "/salts", "admin:salts:read", api.list_salts),
-        Route("POST", tenant + "/salts/rotate", "admin:salts:write", api.rotate_salt),
+        Route(
+            "POST",
+            PREFIX,
+            "admin:tenants:write",
+            api.create_tenant,
+            summary="Create a tenant",
+            reads=TenantInput,
+            answers=TenantBody,
+            statuses=(201,),
+            refusals=(409,),
+        ),
+        Route(
+            "GET",
+            PREFIX,
+            "admin:tenants:read",
+            api.list_tenants,
+            summary="All tenants",
+            query=TenantsQuery,
+            answers=Page[TenantBody],
+        ),
+        Route("GET", tenant, "admin:tenants:read", api.get_tenant, summary="One tenant", answers=TenantBody),
+        Route(
+            "DELETE",
+            tenant,
+            "admin:tenants:write",
+            api.delete_tenant,
+            summary="Delete a tenant, its keys, its salts and what is cached of it",
+            statuses=(204,),
+        ),
+        Route(
+            "POST",
+            tenant + "/keys",
+            "admin:keys:write",
+            api.create_key,
+            summary="Create a key; its secret is shown this once",
+            reads=KeyInput,
+            answers=KeyBody,
+            statuses=(201,),
+        ),
+        Route(
+            "GET",
+            tenant + "/keys",
+            "admin:keys:read",
+            api.list_keys,
+            summary="A tenant's keys, without their secrets",
+            query=PageQuery,
+            answers=Page[KeyBody],
+        ),
+        Route(
+            "DELETE",
+            tenant + "/keys/{key_id}",
+            "admin:keys:write",
+            api.delete_key,
+            summary="Delete a key; the next request with it is refused",
+            statuses=(204,),
+        ),
+        Route(
+            "GET",
+            tenant + "/salts",
+            "admin:salts:read",
+            api.list_salts,
+            summary="A tenant's epochs and their state, never a salt",
+            query=PageQuery,
+            answers=Page[SaltBody],
+        ),
+        Route(
+            "POST",
+            tenant + "/salts/rotate",
+            "admin:salts:write",
+            api.rotate_salt,
+            summary="Begin a new epoch: nothing cached before is reachable any more",
+            reads=RotateInput,
+            may_be_empty=True,
+            answers=RotateBody,
+        ),
     ]
 
 
@@ -73,7 +144,7 @@ class AdminApi:
         return json_response(_tenant_body(tenant), 201, {"location": f"{PREFIX}/{tenant.id}"})
 
     async def list_tenants(self, request: Request) -> Response:
-        asked = pages.window(request, also=("name",))
+        asked = pages.window(request, TenantsQuery)
         name = request.query_params.get("name")
         if name is not None:
             _check_tenant_name(name)

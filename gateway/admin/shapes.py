@@ -12,6 +12,17 @@ from starlette.responses import Response
 from gateway.http.errors import JSON
 from gateway.secret import Secret
 
+DEFAULT_LIMIT = 50
+MAX_LIMIT = 200
+TENANT_NAME = r"[a-z0-9-]{1,64}"
+KEY_NAME = r"[^\x00-\x1f\x7f-\x9f]{1,64}"
+
+# The handlers check them, to say what a name may hold.
+TenantName = Annotated[str, Meta(extra_json_schema={"pattern": f"^{TENANT_NAME}$"})]
+KeyName = Annotated[str, Meta(extra_json_schema={"pattern": f"^{KEY_NAME}$"})]
+Moment = Annotated[datetime, Meta(tz=True)]
+TenantStatus = Annotated[str, Meta(extra_json_schema={"enum": ["active", "suspended"]})]
+KeyStatus = Annotated[str, Meta(extra_json_schema={"enum": ["active", "disabled", "revoked", "expired"]})]
 TenantScope = Literal["completions", "cache:read", "usage:read"]
 TENANT_SCOPES: tuple[TenantScope, ...] = ("completions", "cache:read", "usage:read")
 
@@ -21,17 +32,28 @@ class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TenantInput(Input, frozen=True):
-    name: str
+    name: TenantName
 
 
 class KeyInput(Input, frozen=True):
-    name: str | None = None
+    name: KeyName | None = None
     scopes: Annotated[tuple[TenantScope, ...], Meta(min_length=1)] = TENANT_SCOPES
-    expires_at: Annotated[datetime, Meta(tz=True)] | None = None
+    expires_at: Moment | None = None
 
 
 class RotateInput(Input, frozen=True):
     pass
+
+
+class PageQuery(msgspec.Struct, frozen=True):
+    """The query parameters of a list. `cursor` is a `next_cursor` of it."""
+
+    limit: Annotated[int, Meta(ge=1, le=MAX_LIMIT)] = DEFAULT_LIMIT
+    cursor: str | UnsetType = UNSET
+
+
+class TenantsQuery(PageQuery, frozen=True):
+    name: TenantName | UnsetType = UNSET
 
 
 class TenantBody(msgspec.Struct, frozen=True):
@@ -39,9 +61,9 @@ class TenantBody(msgspec.Struct, frozen=True):
 
     id: str
     name: str
-    status: str
-    created_at: datetime
-    updated_at: datetime
+    status: TenantStatus
+    created_at: Moment
+    updated_at: Moment
     normalisation: str = "off"
     alignment: str = "off"
 
@@ -53,10 +75,10 @@ class KeyBody(msgspec.Struct, frozen=True):
     name: str | None
     last4: str
     scopes: list[str]
-    status: str
-    created_at: datetime
-    expires_at: datetime | None
-    last_used_at: datetime | None = None
+    status: KeyStatus
+    created_at: Moment
+    expires_at: Moment | None
+    last_used_at: Moment | None = None
     secret: Secret | UnsetType = UNSET
 
 
@@ -64,8 +86,8 @@ class SaltBody(msgspec.Struct, frozen=True):
     """`blocks`, `bytes`: what stores hold under this salt; None: not known."""
 
     epoch: int
-    created_at: datetime
-    state: str
+    created_at: Moment
+    state: Literal["active", "dropping", "dropped"]
     blocks: int | None
     bytes: int | None
 

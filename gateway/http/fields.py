@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import Meta
 
 from gateway.http.errors import bad_value
 
@@ -60,6 +61,14 @@ CHANGES_NOTHING: dict[str, tuple[object, ...]] = {
     "request_id": (),
     "kv_transfer_params": (),
 }
+
+# The same as a JSON schema, beside that of a request's struct.
+OTHER_FIELDS = Meta(
+    extra_json_schema={
+        "properties": {name: {"enum": [None, *values]} for name, values in CHANGES_NOTHING.items()}
+        | {name: {"description": "Without effect."} for name in sorted(NO_EFFECT)}
+    }
+)
 
 
 def sort_out_fields(body: dict[str, Any], built: Collection[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import re
 import secrets
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect, Request
@@ -67,12 +67,32 @@ class Route:
         auth: `public`, `tenant` or `admin:<resource>:<read|write>`.
         handler: returns the response as an ASGI application. On `tenant` and `admin` routes
             `request.state.principal` is who called; `request.state.request_id` is always there.
+
+        The others describe it in the OpenAPI document; types are what msgspec reads and writes.
+
+        summary: what it does, in a line.
+        query: a struct whose fields are the query parameters.
+        reads: the JSON body.
+        may_be_empty: the body may be left out.
+        answers: the JSON of an answer, `str` for plain text, None for no content.
+        streams: one event, on routes that answer with events when they are asked to.
+        statuses: those of `answers`.
+        refusals: statuses of errors besides those that every route of its kind has.
     """
 
     method: str
     path: str
     auth: str
     handler: Handler
+    _: KW_ONLY
+    summary: str = ""
+    query: Any = None
+    reads: Any = None
+    may_be_empty: bool = False
+    answers: Any = None
+    streams: Any = None
+    statuses: tuple[int, ...] = (200,)
+    refusals: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not _AUTH.fullmatch(self.auth):

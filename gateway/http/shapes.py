@@ -32,6 +32,15 @@ MaxTokens = Annotated[int, Meta(ge=1, lt=1 << 31)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
+def _schema(**keywords: Any) -> Meta:
+    """What `__post_init__` refuses, with a better message than a type can give, as far as a JSON schema can say it."""
+    return Meta(extra_json_schema=keywords)
+
+
+CacheSalt = Annotated[str, _schema(pattern=r"\S", maxLength=MAX_SCOPE_BYTES)]
+PromptCacheKey = Annotated[str, _schema(maxLength=MAX_PROMPT_CACHE_KEY_BYTES)]
+
+
 # --- requests --------------------------------------------------------------------------------------------------
 
 
@@ -74,8 +83,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: str | None = None
-    prompt_cache_key: str | None = None
+    cache_salt: CacheSalt | None = None
+    prompt_cache_key: PromptCacheKey | None = None
 
     def __post_init__(self) -> None:
         if self.cache_salt is not None:
@@ -108,8 +117,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
 
 class ContentPart(msgspec.Struct):
-    type: str
-    text: str | None = None
+    type: Annotated[str, _schema(enum=["text"])]
+    text: Annotated[str | None, _schema(type="string")] = None
 
     def __post_init__(self) -> None:
         if self.type != "text":
@@ -118,12 +127,16 @@ class ContentPart(msgspec.Struct):
             raise ValueError("A text part needs the field text")
 
 
+TextPart = Annotated[ContentPart, _schema(required=["text"])]
+Nothing = Annotated[Any, _schema(enum=[None, False, 0, "", [], {}])]
+
+
 class Message(msgspec.Struct):
-    role: str
-    content: str | list[ContentPart] | None = None
+    role: Annotated[str, _schema(enum=list(ROLES))]
+    content: Annotated[str | list[TextPart] | None, _schema(type=["string", "array"])] = None
     name: str | None = None
-    tool_calls: object = None
-    function_call: object = None
+    tool_calls: Nothing = None
+    function_call: Nothing = None
 
     def text(self) -> str:
         """The content, text parts joined with nothing between them."""
@@ -135,7 +148,7 @@ class Message(msgspec.Struct):
 class ChatRequest(GenerationRequest, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Annotated[Message, _schema(required=["content"])]], Meta(min_length=1)]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,12 +172,18 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
+PromptText = Annotated[str, _schema(minLength=1)]
+PromptIds = Annotated[list[TokenId], _schema(minItems=1)]
+Prompts = Annotated[
+    list[PromptText | TokenId | PromptIds],
+    _schema(minItems=1, anyOf=[{"items": {"type": kind}} for kind in ("string", "integer", "array")]),
+]
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
     """Body of `POST /v1/completions`. Whether ids are of the vocabulary is the tokenizer's to say."""
 
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: PromptText | Prompts
 
     def __post_init__(self) -> None:
         super().__post_init__()
