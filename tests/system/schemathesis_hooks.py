@@ -1,0 +1,54 @@
+"""Loaded by schemathesis: keeps requests small, names the model that is served, looks at the 400s of valid data."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import schemathesis
+
+MODEL = os.environ["SALTERN_TEST_MODEL"]
+VOCABULARY_TOKENS = 49152
+MAX_TOKENS = 4
+MAX_CHOICES = 2
+
+# Valid by the document, and refused for how things stand or for what JSON Schema has no words for.
+REFUSALS = re.compile(
+    r"cursor must be a next_cursor|expires_at must lie between now|.* together; the context is 2048"
+    r"|.* one request has at most|.* is no token id; this model has"
+    # A schema counts characters and not bytes, takes 1.0 for an integer, and has no bounds where any value may be.
+    r"|cache_salt must be 1 to 256 bytes|prompt_cache_key may have 256 bytes|Expected `int[^`]*`, got `float`"
+    r"|The body has an integer of more than 64 bits"
+)
+
+
+@schemathesis.hook
+def before_call(context: Any, case: Any, kwargs: Any) -> None:
+    """Only what is valid already is replaced, by something else that is, so that what is not valid stays so."""
+    if not case.path.endswith("/completions") or not isinstance(body := case.body, dict):
+        return
+    if isinstance(body.get("model"), str):
+        body["model"] = MODEL
+    for name, most in (("max_tokens", MAX_TOKENS), ("max_completion_tokens", MAX_TOKENS), ("n", MAX_CHOICES)):
+        if isinstance(value := body.get(name), int) and most < value <= 128:
+            body[name] = most
+    if isinstance(prompt := body.get("prompt"), list):
+        body["prompt"] = [[*map(_known, part)] if isinstance(part, list) else _known(part) for part in prompt]
+    if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+        body["max_tokens"] = MAX_TOKENS
+
+
+def _known(part: Any) -> Any:
+    if isinstance(part, int) and VOCABULARY_TOKENS <= part < 1 << 32:
+        return part % VOCABULARY_TOKENS
+    return part
+
+
+@schemathesis.check
+def refused_for_what_no_schema_says(ctx: Any, response: Any, case: Any) -> None:
+    if response.status_code != 400 or case.meta is None or not case.meta.generation.mode.is_positive:
+        return
+    message = response.json()["error"]["message"]
+    if not REFUSALS.match(message):
+        raise AssertionError(f"valid data was refused: {message}")
