@@ -1,6 +1,6 @@
 """All submissions of one request, k prompts × n choices, as one stream of pieces.
 
-Of each prompt the first choice is submitted alone and the others at its first text: they adopt its blocks instead of
+Of each prompt the first choice is submitted alone and the others at its first tokens: they adopt its blocks instead of
 computing them again. One choice that fails ends the request.
 """
 
@@ -110,7 +110,8 @@ class Choices:
                 admission.set_result(None)
             async for text in answer.pieces():
                 begun.set()
-                self._pieces.put_nowait(Piece(index, text))
+                if text:
+                    self._pieces.put_nowait(Piece(index, text))
             begun.set()
             self._pieces.put_nowait(Piece(index, "", answer.finish_reason))
         finally:

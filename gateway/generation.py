@@ -176,9 +176,9 @@ class Answer:
         self._detokenizer = Detokenizer(connection.model.tokenizer)
         self._stops = StopStrings(generation.stop)
         self._text = ""
-        # Where in the text each token ends: a stop string leaves the whole tokens before its cut.
-        self._text_ends: list[int] = []
         self._decoded_characters = 0
+        # Where a character and a token end together: (characters of the text, tokens of prompt and answer).
+        self._common_ends = [(0, self._prompt_tokens)]
         self._counts: Counts | None = None
         self._ended = False
 
@@ -207,6 +207,8 @@ class Answer:
     async def pieces(self) -> AsyncIterator[str]:
         """The text as it becomes certain: no half characters, no part of a stop string. Ends after the last `Seal`.
 
+        A piece is empty when tokens came and none of their text is certain yet.
+
         Raises:
             ApiError: 503 the store went away, 500 it could not compute the answer.
         """
@@ -214,9 +216,9 @@ class Answer:
         while not reason:
             event = await self._event()
             if isinstance(event, list):
-                if text := self._take(event):
-                    self._text += text
-                    yield text
+                text = self._take(event)
+                self._text += text
+                yield text
                 if self._stops.matched:
                     reason = "stop"
                     self._request.abort()
@@ -250,8 +252,8 @@ class Answer:
             self._tokens.append(token)
             decoded = self._detokenizer.push([token])
             self._decoded_characters += len(decoded)
-            # A character that this token only begins ends behind it.
-            self._text_ends.append(self._decoded_characters + self._detokenizer.unfinished)
+            if not self._detokenizer.unfinished:
+                self._common_ends.append((self._decoded_characters, len(self._tokens)))
             text += self._stops.push(decoded)
             if len(self._tokens) % block_tokens == 0:
                 block = u32le(self._tokens[-block_tokens:])
@@ -274,10 +276,10 @@ class Answer:
             spelt.append(Segment("control", tokenizer.spelling(tokens[-1])))
         elif self._stops.matched:
             # Tokens whose text was returned whole are kept; what is left of the last one is spelt afresh.
-            whole = bisect_right(self._text_ends, len(self._text))
-            rest = self._text[self._text_ends[whole - 1] if whole else 0 :]
+            whole = bisect_right(self._common_ends, len(self._text), key=lambda end: end[0])
+            characters, kept = self._common_ends[whole - 1]
             try:
-                tokens = self._tokens[: self._prompt_tokens + whole] + tokenizer.encode_plain(rest)
+                tokens = self._tokens[:kept] + tokenizer.encode_plain(self._text[characters:])
             except ApiError:
                 return
         self._model.memory.remember(self._owner, spelt, tokens)

@@ -1,0 +1,157 @@
+"""A model that says what a test wants, when the test wants it; a tokenizer with words of the test; a real port.
+
+The words are tokens that no text is tokenised to, because no merge leads to them: text is tokenised to bytes, so what
+is generated in words always differs from what its text tokenises to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.types import ASGIApp
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from cachestore.protocol import Submit
+from cachestore.scheduler import Row
+from cachestore.sequence import Sequence as StoreSequence
+from gateway import process
+from gateway.prompt.tokens import _BYTE_OF_CHARACTER
+from tests.cachestore.support import RememberingRunner, next_token
+from tests.gateway.prompt import tokenizers
+from tests.system.in_process import BLOCK_TOKENS, InProcess
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+START, END = 1, 2
+# In fact much less: more only where the machine is busy.
+PATIENCE_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Words:
+    """A model directory whose vocabulary has these words beside bytes and control tokens; END ends an answer."""
+
+    directory: Path
+    words: tuple[bytes, ...]
+
+    @classmethod
+    def write(cls, directory: Path, *words: str | bytes, template: str = tokenizers.CHATML) -> Words:
+        spelt = tuple(map(_bytes, words))
+        character_of = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}
+        pieces = ["".join(character_of[byte] for byte in word) for word in (*_single_bytes(), *spelt)]
+        vocabulary = {piece: number for number, piece in enumerate([*SPECIAL, *pieces])}
+        tokenizer = Tokenizer(models.BPE(vocabulary, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens(list(SPECIAL))
+        tokenizers.write(directory, tokenizer, template=template, generation={"eos_token_id": END})
+        return cls(directory, spelt)
+
+    def ids(self, *words: str | bytes) -> list[int]:
+        """The tokens of these words."""
+        return [len(SPECIAL) + 256 + self.words.index(_bytes(word)) for word in words]
+
+
+def byte_ids(text: str | bytes) -> list[int]:
+    """What plain text is tokenised to."""
+    return [len(SPECIAL) + byte for byte in _bytes(text)]
+
+
+def _bytes(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text
+
+
+def _single_bytes() -> list[bytes]:
+    return [bytes([byte]) for byte in range(256)]
+
+
+class ScriptedRunner(RememberingRunner):
+    """Says what it is told to. After `close()` it computes a step only when it is let; after `open()` it never waits.
+
+    Attributes:
+        says: the next token of a sequence.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(BLOCK_TOKENS)
+        self.says: Callable[[StoreSequence], int] = lambda sequence: next_token(sequence.tokens)
+        self._gate = threading.Semaphore(0)
+        self._is_closed = False
+
+    def script(self, *answer: int) -> None:
+        """Every request from now on is answered with these tokens, and with END after them."""
+        self.says = lambda sequence: [*answer, END][min(sequence.output_tokens, len(answer))]
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def let(self, steps: int = 1) -> None:
+        self._gate.release(steps)
+
+    def open(self) -> None:
+        self._is_closed = False
+        self._gate.release()
+
+    def launch(self, rows: Sequence[Row]) -> list[int]:
+        if self._is_closed:
+            assert self._gate.acquire(timeout=PATIENCE_SECONDS), "the test forgot to let a step through"
+        return super().launch(rows)
+
+    def _compute(self, rows: Sequence[Row]) -> list[int]:
+        super()._compute(rows)
+        return [self.says(row.sequence) for row in rows if row.samples]
+
+
+def submissions(inside: InProcess) -> list[list[int]]:
+    """A list to which the tokens of every `Submit` from now on are added."""
+    submitted: list[list[int]] = []
+    submit = inside.engine.submit
+
+    def noted(connection: int, message: Submit) -> None:
+        submitted.append(list(array("I", message.tokens)))
+        submit(connection, message)
+
+    inside.engine.submit = noted  # type: ignore[method-assign]
+    return submitted
+
+
+async def until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
+    """Wait for what another thread or task brings about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so within {seconds} s"
+        await asyncio.sleep(0.001)
+
+
+async def idle(inside: InProcess, seconds: float = PATIENCE_SECONDS) -> None:
+    """Wait until the store knows of no request, then hold both sides to it: nothing is held, nothing is remembered."""
+    engine, client = inside.engine, inside.gateway.link.connection().client
+    await until(lambda: not (engine._sequences or client._requests), seconds)
+    inside.check()
+    assert engine.pool.held == 0
+    assert engine.pool.free + engine.pool.cached == engine.pool.total
+    assert not engine.has_work
+
+
+@asynccontextmanager
+async def listening(app: ASGIApp) -> AsyncIterator[str]:
+    """The application behind the gateway's own HTTP server on a free port of loopback; its URL."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = process._server(app)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+        listener.close()
