@@ -32,6 +32,7 @@ from tests.system.in_process import in_process
 pytestmark = pytest.mark.anyio
 
 SEED = 20_263
+ROOT = Path(__file__).parents[2]
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 SCHEMATHESIS = str(Path(sys.executable).with_name("schemathesis"))
 
@@ -62,6 +63,8 @@ async def schemathesis(url: str, key: str, model: str, *arguments: str) -> tuple
         url,
         f"--seed={SEED}",
         *arguments,
+        # Where it finds its hooks.
+        cwd=ROOT,
         env=os.environ | {"SALTERN_TEST_KEY": key, "SALTERN_TEST_MODEL": model, "NO_COLOR": "1"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
