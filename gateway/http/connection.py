@@ -2,7 +2,8 @@
 
     head     within 10 s of its first byte (or of the connection), at most 16 KiB
     body     within 30 s, and never slower than 256 bytes a second over 5 s
-    answer   a client that takes nothing of it for 30 s is cut off
+    answer   a client that takes nothing of it for 30 s is cut off; the kernel tells of what was taken when a third of
+             its buffer is free, so less than 3 KiB a second of a large backlog is nothing
     order    one request at a time. What comes before an answer has ended is dropped, and the connection ends after
              that answer; the client sends it again (RFC 9112, section 9.3.2). So a disconnect is always noticed,
              nothing piles up, and what hides behind a request is never answered.

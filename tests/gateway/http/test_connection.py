@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.http.connection import head_fault
 from gateway.http.errors import LINGER_BYTES
 from gateway.http.routing import MAX_HEADER_BYTES
-from tests.gateway.http.served import Served, served
+from tests.gateway.http.sockets import Served, served
 
 pytestmark = pytest.mark.anyio
 
