@@ -130,14 +130,12 @@ class StoreClient:
     Attributes:
         closed: set when it is gone, whatever the cause.
         heard_at: monotonic seconds, when its last message came.
-        step_age_ms: what the store last said of its engine; 0 without work.
         report: the last `StatsReport`.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: Welcome) -> None:
         self.welcome = welcome
         self.closed = asyncio.Event()
-        self.step_age_ms = 0
         self.report: StatsReport | None = None
         self._reader = reader
         self._writer = writer
@@ -146,6 +144,9 @@ class StoreClient:
         self._fences: dict[tuple[bytes, int | None], deque[asyncio.Future[Fenced]]] = {}
         self._reports: deque[asyncio.Future[StatsReport]] = deque()
         self._opened: dict[bytes, int] = {}
+        # What the store last said of its engine, and whether anything ran when the connection was lost.
+        self._said_step_age_ms = 0
+        self._lost_work = False
         self.heard_at = time.monotonic()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
@@ -170,6 +171,13 @@ class StoreClient:
         if isinstance(answer, Refused):
             raise StoreRefused(answer.detail)
         raise StoreLost(f"{path} answered Hello with {type(answer).__name__}")
+
+    @property
+    def step_age_ms(self) -> int:
+        """How long ago the engine made a step, as far as is known, also once the connection is lost; 0 without work."""
+        if not (self._requests or self._said_step_age_ms or self._lost_work):
+            return 0
+        return self._said_step_age_ms + int(1000 * (time.monotonic() - self.heard_at))
 
     def close(self) -> None:
         for task in self._tasks:
@@ -295,22 +303,21 @@ class StoreClient:
             case Ping():
                 self.send_if_open(Pong())
             case Pong():
-                self.step_age_ms = message.step_age_ms
+                self._said_step_age_ms = message.step_age_ms
 
     async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(PING_INTERVAL_SECONDS)
-            if time.monotonic() - self.heard_at > SILENCE_LIMIT_SECONDS:
-                log.warning("store connection closed: silent for over %g s", SILENCE_LIMIT_SECONDS)
-                self._end()
-                return
+        while (left := self.heard_at + SILENCE_LIMIT_SECONDS - time.monotonic()) > 0:
+            await asyncio.sleep(min(PING_INTERVAL_SECONDS, left))
             self.send_if_open(Ping())
+        log.warning("store connection closed: silent for %g s", SILENCE_LIMIT_SECONDS)
+        self._end()
 
     def _end(self) -> None:
         if self.closed.is_set():
             return
         self.closed.set()
         self._writer.transport.abort()
+        self._lost_work = bool(self._requests)
         for request in self._requests.values():
             request.lose()
         self._requests.clear()

@@ -99,6 +99,8 @@ class StoreServer:
         self.allowed_uid = os.geteuid() if allowed_uid is None else allowed_uid
         self.refused_peers = 0
         self._connections: dict[int, _Connection] = {}
+        # Of every peer, welcomed or not.
+        self._handlers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = asyncio.Event()
@@ -121,16 +123,19 @@ class StoreServer:
         self._stopped = stopped
         listener = _bind(self.socket_path)
         self._thread.start()
+        server = await asyncio.start_unix_server(self._handle, sock=listener)
+        statistics = asyncio.create_task(self._push_statistics())
         try:
-            server = await asyncio.start_unix_server(self._handle, sock=listener)
-            statistics = asyncio.create_task(self._push_statistics())
             await stopped.wait()
+        finally:
+            # Before nobody listens: another store may take the place as soon as that is so.
+            self.socket_path.unlink(missing_ok=True)
             statistics.cancel()
             server.close()
-            for connection in list(self._connections.values()):
-                connection.writer.transport.abort()
-        finally:
-            self.socket_path.unlink(missing_ok=True)
+            for writer in self._handlers.values():
+                writer.transport.abort()
+            if self._handlers:
+                await asyncio.wait(self._handlers)
             self._thread.stop()
         if self._crash:
             raise RuntimeError("the engine failed, so the store ends") from self._crash
@@ -164,6 +169,9 @@ class StoreServer:
                 self._thread.put(number, ReportDue())
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handler = asyncio.current_task()
+        assert handler is not None
+        self._handlers[handler] = writer
         connection = _Connection(next(self._numbers), reader, writer)
         try:
             if (uid := _peer_uid(writer.get_extra_info("socket"))) != self.allowed_uid:
@@ -185,6 +193,7 @@ class StoreServer:
             pass
         finally:
             writer.transport.abort()
+            del self._handlers[handler]
 
     async def _welcome(self, connection: _Connection) -> None:
         async with asyncio.timeout(SILENCE_LIMIT_SECONDS):
@@ -215,14 +224,12 @@ class StoreServer:
                 self._thread.put(connection.number, message)
 
     async def _watch(self, connection: _Connection) -> None:
-        """Ping every second; a peer that was silent for five has its connection closed."""
-        while True:
-            await asyncio.sleep(PING_INTERVAL_SECONDS)
-            if (silent := time.monotonic() - connection.heard_at) > SILENCE_LIMIT_SECONDS:
-                log.warning("connection %d closed: silent for %.1f s", connection.number, silent)
-                connection.writer.transport.abort()
-                return
+        """Ping every second; a peer that was silent for five has its connection closed, to the moment."""
+        while (left := connection.heard_at + SILENCE_LIMIT_SECONDS - time.monotonic()) > 0:
+            await asyncio.sleep(min(PING_INTERVAL_SECONDS, left))
             connection.send(Ping())
+        log.warning("connection %d closed: silent for %g s", connection.number, SILENCE_LIMIT_SECONDS)
+        connection.writer.transport.abort()
 
 
 def _peer_uid(peer: socket.socket) -> int:
