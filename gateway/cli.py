@@ -274,8 +274,11 @@ def _run(settings: Settings, store_arguments: Sequence[str] | None) -> None:
     _configure_logging()
     with _refusals(process.REFUSALS):
         status = process.run(settings, store_arguments)
-    if status:
-        raise typer.Exit(status)
+    # All is ended in order. What would follow is half a second in which the interpreter takes its modules apart, and
+    # waiting for threads that tokenise, which can't be told to stop.
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The gateway's process: listeners, signals, and the order in which things start and end.
 
-Start: sockets bound → database, vault → store (as a child, for `serve`) → listeners → the store connected → banner.
+Start: sockets bound → database, vault → listeners → store (as a child, for `serve`) → the store connected → banner.
 End: new work refused → running answers to their end or the deadline → listeners → store. A second signal ends at once.
 """
 
@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -33,8 +34,10 @@ from gateway.tenants.vault import VaultError
 REFUSALS = (SettingsError, CannotOpen, VaultError)
 
 KEEPALIVE_SECONDS = 75
-# For listeners and store to end, once running answers had their time.
-END_SECONDS = 0.75
+# For listeners to end, once running answers had their time.
+LISTENERS_END_SECONDS = 0.5
+# How long the store of a gateway that was killed may take to end.
+LAST_STORE_SECONDS = 5.0
 # What the kernel may hold of an answer for a client that does not read; more waits in the process and is noticed.
 SEND_BUFFER_BYTES = 128 << 10
 ADMIN_HOST = "127.0.0.1"
@@ -63,6 +66,8 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
     supervisors: list[Supervisor] = []
     _handle_signals(stop, supervisors)
     try:
+        if store_arguments is not None:
+            await _until_nobody_serves(settings.socket, stop)
         async with open_gateway(
             database_url=settings.database_url,
             kek_file=settings.kek_file,
@@ -80,7 +85,8 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
                 for server, listener in zip(servers, (tenant_socket, admin_socket), strict=True)
             ]
             if store_arguments is not None:
-                supervisors.append(Supervisor(store_command(store_arguments), lambda: gateway.link.heard_at))
+                command = store_command(store_arguments)
+                supervisors.append(Supervisor(command, settings.socket, lambda: gateway.link.heard_at))
             watching = [asyncio.create_task(supervisor.run()) for supervisor in supervisors]
             announcing = asyncio.create_task(
                 _announce(gateway, supervisors, settings, _url(settings.host, tenant_socket), admin_url, admin_key)
@@ -100,8 +106,9 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
                 await gateway.completions.drain(settings.drain_seconds)
                 for server in servers:
                     server.should_exit = server.force_exit = True
-                ending = [*listening, *(asyncio.create_task(supervisor.stop()) for supervisor in supervisors)]
-                await asyncio.wait(ending, timeout=END_SECONDS)
+                for supervisor in supervisors:
+                    supervisor.stop()
+                await asyncio.wait(listening, timeout=LISTENERS_END_SECONDS)
                 await asyncio.gather(*watching, return_exceptions=True)
     finally:
         tenant_socket.close()
@@ -123,6 +130,32 @@ def _bind(option: str, host: str, port: int) -> socket.socket:
     listener.listen(2048)
     listener.setblocking(False)
     return listener
+
+
+async def _until_nobody_serves(path: Path, stop: asyncio.Event) -> None:
+    """The store of a gateway that was killed is about to end: nobody is to be connected to it any more.
+
+    Raises:
+        SettingsError: another store serves there, and stays.
+    """
+    deadline = time.monotonic() + LAST_STORE_SECONDS
+    while not stop.is_set() and _is_served(path):
+        if time.monotonic() > deadline:
+            raise SettingsError(f"another store serves at {path}: stop it, or choose another --socket")
+        await asyncio.sleep(0.05)
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except BlockingIOError:
+            # So many wait there already that it accepts nobody for the moment.
+            pass
+    return True
 
 
 def _url(host: str, listener: socket.socket) -> str:
@@ -170,10 +203,9 @@ def _handle_signals(stop: asyncio.Event, supervisors: list[Supervisor]) -> None:
 async def _announce(
     gateway: Gateway, supervisors: list[Supervisor], settings: Settings, url: str, admin_url: str, admin_key: Path
 ) -> None:
-    await gateway.link.connected.wait()
+    model = await gateway.link.first_model()
     for supervisor in supervisors:
         supervisor.settled()
-    model = gateway.link.connection().model
     print(_banner(settings, model.name, model.store, url, admin_url, admin_key), flush=True)
 
 

@@ -94,12 +94,13 @@ class StoreLink:
         self._connection: Connection | None = None
         self._model: ServedModel | None = None
         self._early_losses = 0
-        self._heard_at = 0.0
+        # The last one there was, gone or not.
+        self._client: StoreClient | None = None
 
     @property
     def heard_at(self) -> float:
         """Monotonic seconds, when a store was last heard of; 0 before the first."""
-        return self._fencing.heard_at if self._fencing else self._heard_at
+        return self._client.heard_at if self._client else 0.0
 
     def connection(self) -> Connection:
         """Raises StoreUnavailable when no store takes requests."""
@@ -109,8 +110,14 @@ class StoreLink:
 
     @property
     def step_age_ms(self) -> int:
-        """How long ago a store with work made its last step, as it last said; 0 without work."""
-        return self._connection.client.step_age_ms if self._connection else 0
+        """How long ago a store with work made its last step, also when it has been lost since; 0 without work."""
+        return self._client.step_age_ms if self._client else 0
+
+    async def first_model(self) -> ServedModel:
+        """The model of the first store that takes requests, once there was one."""
+        await self.connected.wait()
+        assert self._model is not None
+        return self._model
 
     def trouble(self) -> str | None:
         """Why requests would not be served now; None when they would."""
@@ -139,15 +146,15 @@ class StoreLink:
     async def run(self) -> None:
         """Connect, and connect again. Ends only by cancellation."""
         retry_seconds = FIRST_RETRY_SECONDS
+        complaint = ""
         while True:
             try:
-                client = await StoreClient.connect(self._socket_path)
+                client = self._client = await StoreClient.connect(self._socket_path)
                 try:
                     await self._serve(client)
-                    retry_seconds = FIRST_RETRY_SECONDS
+                    retry_seconds, complaint = FIRST_RETRY_SECONDS, ""
                     log.warning("the store's connection was lost")
                 finally:
-                    self._heard_at = client.heard_at
                     if self._connection is not None:
                         self._early_losses = self._early_losses + 1 if self._connection.lost_early else 0
                     self._fencing = self._connection = None
@@ -156,7 +163,12 @@ class StoreLink:
             except StoreLost:
                 pass
             except (StoreRefused, ModelFilesError, ApiError) as error:
-                log.error("the store can't be used: %s", error)
+                # Once, not with every try.
+                if complaint != (complaint := str(error)):
+                    log.error("the store can't be used: %s", complaint)
+            except Exception as error:
+                # Whatever a store or its model's files made go wrong: the next try may find another.
+                log.error("the store can't be used", exc_info=error)
             await asyncio.sleep(retry_seconds)
             retry_seconds = min(2 * retry_seconds, LAST_RETRY_SECONDS)
 
@@ -166,6 +178,8 @@ class StoreLink:
         for fence in await self._directory.pending_fences():
             await _send_fence(client, fence.account, fence.epoch)
             await self._directory.fence_done(fence)
+        if client.closed.is_set():
+            raise StoreLost("the store went away before it took requests")
         self._connection = Connection(client, model, time.monotonic(), self._early_losses)
         self.connected.set()
         await client.closed.wait()
