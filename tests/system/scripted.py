@@ -20,7 +20,7 @@ from pathlib import Path
 from starlette.types import ASGIApp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from cachestore.protocol import Submit
+from cachestore.protocol import Message, Submit
 from cachestore.scheduler import Row
 from cachestore.sequence import Sequence as StoreSequence
 from gateway import process
@@ -111,17 +111,34 @@ class ScriptedRunner(RememberingRunner):
         return [self.says(row.sequence) for row in rows if row.samples]
 
 
-def submissions(inside: InProcess) -> list[list[int]]:
-    """A list to which the tokens of every `Submit` from now on are added."""
-    submitted: list[list[int]] = []
+def submissions(inside: InProcess) -> list[Submit]:
+    """A list to which every `Submit` from now on is added."""
+    submitted: list[Submit] = []
     submit = inside.engine.submit
 
     def noted(connection: int, message: Submit) -> None:
-        submitted.append(list(array("I", message.tokens)))
+        submitted.append(message)
         submit(connection, message)
 
     inside.engine.submit = noted  # type: ignore[method-assign]
     return submitted
+
+
+def tokens_of(submit: Submit) -> list[int]:
+    return list(array("I", submit.tokens))
+
+
+def events_of(inside: InProcess) -> list[Message]:
+    """A list to which everything is added that the engine says from now on."""
+    said: list[Message] = []
+    emit = inside.engine._emit
+
+    def noted(connection: int, message: Message) -> None:
+        said.append(message)
+        emit(connection, message)
+
+    inside.engine._emit = noted
+    return said
 
 
 async def until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
