@@ -255,8 +255,18 @@ class Completions:
 
     async def _tokenised(self, principal: Principal, tokenise: Callable[[], list[Prompt]]) -> list[Prompt]:
         turn = self._turns.setdefault(principal.tenant_id, asyncio.Lock())
-        async with turn:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, tokenise)
+        await turn.acquire()
+        work = asyncio.get_running_loop().run_in_executor(self._pool, tokenise)
+
+        def ended(work: asyncio.Future[list[Prompt]]) -> None:
+            turn.release()
+            if not work.cancelled():
+                # Looked at, as nobody else does when the client has left.
+                work.exception()
+
+        work.add_done_callback(ended)
+        # A thread can't be stopped: the turn ends with it, however many clients leave meanwhile.
+        return await asyncio.shield(work)
 
     async def _while_connected(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` to its end, or cancel it when the client disconnects."""

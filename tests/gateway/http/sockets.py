@@ -27,6 +27,14 @@ class Served:
     async def open(self) -> Client:
         return Client(*await asyncio.open_connection("127.0.0.1", self.port))
 
+    async def open_narrow(self) -> Client:
+        """A client whose socket holds little of what it does not take."""
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self.port))
+        return Client(*await asyncio.open_connection(sock=connection, limit=1024))
+
     async def exchange(self, request: bytes) -> list[Answer]:
         """What comes back until the server closes the connection."""
         client = await self.open()
@@ -86,11 +94,6 @@ class Client:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
-
-    @property
-    def socket(self) -> socket.socket:
-        connection: socket.socket = self.writer.get_extra_info("socket")
-        return connection
 
     def send(self, data: bytes) -> Client:
         self.writer.write(data)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import socket
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -304,19 +303,10 @@ async def test_a_handler_that_is_late_to_read_is_not_the_clients_slowness(
 # --- clients that take nothing
 
 
-async def narrow(server: Served) -> Client:
-    """A client whose socket holds little of what it does not take."""
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", server.port))
-    return Client(*await asyncio.open_connection(sock=connection, limit=1024))
-
-
 async def test_a_client_that_takes_nothing_of_a_stream_is_cut_off_and_its_handler_told(
     app: App, server: Served
 ) -> None:
-    client = await narrow(server)
+    client = await server.open_narrow()
     client.send(b"GET /stream HTTP/1.1\r\n" + HOST + b"\r\n")
     sent = -1
     while app.sent_bytes > sent:
@@ -332,7 +322,7 @@ async def test_a_client_that_takes_nothing_of_a_stream_is_cut_off_and_its_handle
 
 
 async def test_a_client_that_takes_little_but_steadily_is_not_cut_off(app: App, server: Served) -> None:
-    client = await narrow(server)
+    client = await server.open_narrow()
     client.send(b"GET /stream HTTP/1.1\r\n" + HOST + b"\r\n")
     watch = Stopwatch()
     while time.monotonic() - watch.began < 3 * STALLED_SECONDS:
@@ -348,13 +338,13 @@ async def test_a_client_that_takes_little_but_steadily_is_not_cut_off(app: App, 
 async def test_an_answer_that_nobody_takes_does_not_keep_its_connection(
     headers: bytes, app: App, server: Served
 ) -> None:
-    client = await narrow(server)
+    client = await server.open_narrow()
     client.send(b"GET /stream HTTP/1.1\r\n" + HOST + b"\r\n")
     await server.until(lambda: "/stream" in app.left)
     client.abort()
     # So little more than the kernel holds that nothing but its not being taken tells of it.
     app.large_bytes = app.sent_bytes + (48 << 10)
-    client = await narrow(server)
+    client = await server.open_narrow()
     client.send(b"GET /large HTTP/1.1\r\n" + HOST + headers + b"\r\n")
     await server.until(lambda: "/large" in app.asked and not server.state.tasks)
     (kept,) = server.state.connections
@@ -364,7 +354,7 @@ async def test_an_answer_that_nobody_takes_does_not_keep_its_connection(
     watch.assert_about(STALLED_SECONDS)
     client.abort()
     # One that takes it gets all of it.
-    client = await narrow(server)
+    client = await server.open_narrow()
     answer = await client.send(b"GET /large HTTP/1.1\r\n" + HOST + headers + b"\r\n").answer()
     assert len(answer.body) == app.large_bytes
     client.abort()
