@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -223,7 +223,7 @@ def store(
             threads=threads,
             life_descriptor=life_descriptor,
         )
-    raise typer.Exit(run_store(options, version("saltern")))
+    _end(run_store(options, version("saltern")))
 
 
 def main() -> None:
@@ -274,8 +274,15 @@ def _run(settings: Settings, store_arguments: Sequence[str] | None) -> None:
     _configure_logging()
     with _refusals(process.REFUSALS):
         status = process.run(settings, store_arguments)
-    # All is ended in order. What would follow is half a second in which the interpreter takes its modules apart, and
-    # waiting for threads that tokenise, which can't be told to stop.
+    _end(status)
+
+
+def _end(status: int) -> NoReturn:
+    """End the process, whose work was ended in order, now.
+
+    Else the interpreter takes its modules apart, half a second for a gateway and more than one for a store, and waits
+    for threads that tokenise, which can't be told to stop.
+    """
     logging.shutdown()
     sys.stdout.flush()
     os._exit(status)
