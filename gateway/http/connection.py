@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from typing import Any
 
 import httptools
@@ -22,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.http.body import MAX_BODY_BYTES
 from gateway.http.errors import LINGER_BYTES, LINGER_SECONDS, ApiError
-from gateway.http.routing import MAX_HEADER_BYTES, RawHeaders
+from gateway.http.routing import MAX_HEADER_BYTES, RawHeaders, new_request_id
 
 HEAD_SECONDS = 10.0
 BODY_SECONDS = 30.0
@@ -249,7 +248,7 @@ class Connection(HttpToolsProtocol):
         body = error.encode()
         self.transport.write(
             STATUS_LINE[error.status] + b"content-type: application/json\r\nconnection: close\r\n"
-            b"x-request-id: req_%s\r\ncontent-length: %d\r\n\r\n" % (secrets.token_hex(12).encode(), len(body)) + body
+            b"x-request-id: %s\r\ncontent-length: %d\r\n\r\n" % (new_request_id().encode("ascii"), len(body)) + body
         )
         # Closed with bytes unread, the connection would be reset, and the reset overtake the answer.
         self.transport.write_eof()

@@ -36,6 +36,11 @@ _HEADER_LINE_BYTES = len(b": \r\n")
 _AUTH = re.compile(r"public|tenant|admin:[a-z-]+:(read|write)")
 
 
+def new_request_id() -> str:
+    """For the header `x-request-id` of one answer, and for what the log says of it."""
+    return f"req_{secrets.token_hex(12)}"
+
+
 def check_headers(headers: RawHeaders) -> None:
     """
     Raises:
@@ -133,7 +138,7 @@ class Router:
             await send({"type": "websocket.close"})
         if scope["type"] != "http":
             return
-        request_id = f"req_{secrets.token_hex(12)}"
+        request_id = new_request_id()
         scope.setdefault("state", {})["request_id"] = request_id
         started = False
 

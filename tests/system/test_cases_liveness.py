@@ -48,7 +48,7 @@ async def test_b209_huge_prompts_hold_up_neither_health_checks_nor_streams(serve
     contents = {
         "one word": text_body(server, "a" * 4_090_000),
         "many words": text_body(server, "ab " * 1_363_000),
-        "escapes": chat_body(server, "ä\n" * 500_000),
+        "escapes": chat_body(server, "aaaä\n" * 260_000),
         "ids": text_body(server, [1] * 1_300_000),
         "lists": (TEXT, b'{"model": "x", "prompt": [' + b"[]," * 1_300_000 + b"[]]}"),
         "over the limit": text_body(server, "a" * 5_000_000),
@@ -109,7 +109,7 @@ async def test_b209_huge_prompts_hold_up_neither_health_checks_nor_streams(serve
             assert "1300005 objects, lists and fields" in error["message"]
             continue
         if what == "ids":
-            assert "more than 1300000 values" in error["message"]
+            assert "1300000 values or more" in error["message"]
             continue
         assert error["code"] == "context_length_exceeded"
         assert "8192" in error["message"]

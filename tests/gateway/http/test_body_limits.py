@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.http.body import MAX_DEPTH, MAX_SLOW_VALUES, MAX_VALUES, _depth, _outside_strings, parse_object
+from gateway.http.body import (
+    MAX_BACKSLASHES,
+    MAX_DEPTH,
+    MAX_SLOW_VALUES,
+    MAX_VALUES,
+    _depth,
+    _outside_strings,
+    parse_object,
+)
 from gateway.http.errors import ApiError
 
 TEXT = st.text(st.sampled_from('[]{}:,"\\/ué\n😀'), max_size=8)
@@ -72,7 +80,9 @@ def test_as_many_values_as_are_allowed_and_one_more(value: str, limit: int) -> N
 def test_strings_are_counted_before_they_are_taken_apart() -> None:
     with pytest.raises(ApiError, match="2097152 strings"):
         parse_object(b'"' * (1 << 22))
-    assert parse_object(b'{"a":"' + b'\\"' * (1 << 20) + b'"}') == {"a": '"' * (1 << 20)}
+    assert parse_object(b'{"a":"' + b'\\"' * MAX_BACKSLASHES + b'"}') == {"a": '"' * MAX_BACKSLASHES}
+    with pytest.raises(ApiError, match=f"{MAX_BACKSLASHES + 1} backslashes"):
+        parse_object(b'{"a":"' + b'\\"' * (MAX_BACKSLASHES + 1) + b'"}')
 
 
 @given(st.lists(st.integers(-(1 << 65), 1 << 66) | st.sampled_from([1, LONG - 1, LONG]), max_size=4))
