@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from starlette.types import ASGIApp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -79,11 +80,13 @@ class ScriptedRunner(RememberingRunner):
 
     Attributes:
         says: the next token of a sequence.
+        waiting: a step was planned and waits to be let.
     """
 
     def __init__(self) -> None:
         super().__init__(BLOCK_TOKENS)
         self.says: Callable[[StoreSequence], int] = lambda sequence: next_token(sequence.tokens)
+        self.waiting = False
         self._gate = threading.Semaphore(0)
         self._is_closed = False
 
@@ -103,7 +106,9 @@ class ScriptedRunner(RememberingRunner):
 
     def launch(self, rows: Sequence[Row]) -> list[int]:
         if self._is_closed:
+            self.waiting = True
             assert self._gate.acquire(timeout=PATIENCE_SECONDS), "the test forgot to let a step through"
+            self.waiting = False
         return super().launch(rows)
 
     def _compute(self, rows: Sequence[Row]) -> list[int]:
@@ -122,6 +127,19 @@ def submissions(inside: InProcess) -> list[Submit]:
 
     inside.engine.submit = noted  # type: ignore[method-assign]
     return submitted
+
+
+def arrivals(inside: InProcess) -> list[Any]:
+    """A list to which everything is added that reaches the store from now on, before its engine looks at it."""
+    arrived: list[Any] = []
+    put = inside.store._thread.put
+
+    def noted(connection: int, message: Any) -> None:
+        arrived.append(message)
+        put(connection, message)
+
+    inside.store._thread.put = noted  # type: ignore[method-assign]
+    return arrived
 
 
 def tokens_of(submit: Submit) -> list[int]:
