@@ -30,7 +30,8 @@ MAX_FRAME_TO_STORE_BYTES = 16 << 20
 MAX_FRAME_TO_GATEWAY_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 8 << 20
 PING_INTERVAL_SECONDS = 1.0
-SILENCE_LIMIT_SECONDS = 5.0
+# So that what a stalled peer held is free within five seconds, the step that runs included.
+SILENCE_LIMIT_SECONDS = 4.5
 
 Account = Annotated[bytes, Meta(min_length=ACCOUNT_BYTES, max_length=ACCOUNT_BYTES)]
 RequestId = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]

@@ -224,7 +224,7 @@ class StoreServer:
                 self._thread.put(connection.number, message)
 
     async def _watch(self, connection: _Connection) -> None:
-        """Ping every second; a peer that was silent for five has its connection closed, to the moment."""
+        """Ping every second; a peer that was silent too long has its connection closed, to the moment."""
         while (left := connection.heard_at + SILENCE_LIMIT_SECONDS - time.monotonic()) > 0:
             await asyncio.sleep(min(PING_INTERVAL_SECONDS, left))
             connection.send(Ping())
