@@ -126,7 +126,12 @@ def command_line(
 
 @contextmanager
 def running(
-    data_dir: Path, command: str, *arguments: str, stop_at: str | None = None, **chosen: Sequence[str]
+    data_dir: Path,
+    command: str,
+    *arguments: str,
+    ports: tuple[int, int] | None = None,
+    stop_at: str | None = None,
+    **chosen: Sequence[str],
 ) -> Iterator[Running]:
     """`saltern serve` over a store double, or `saltern gateway`, until the block ends; its processes are gone then.
 
@@ -134,10 +139,11 @@ def running(
     a shell starts it.
 
     Args:
+        ports: of tenants and administrators; free ones when not given.
         stop_at: a point where its first store stands still.
         chosen: `limits` and `store` of the module's docstring.
     """
-    ports = free_port(), free_port()
+    ports = ports or (free_port(), free_port())
     arguments = ("--port", str(ports[0]), "--admin-port", str(ports[1]), *arguments)
     errors = data_dir.parent / f"{data_dir.name}.stderr"
     run = data_dir / "run"
@@ -171,6 +177,27 @@ def running(
         for pid in stores:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def store_alone(data_dir: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A store double that nobody supervises, at the socket of that directory, until the block ends."""
+    run = data_dir / "run"
+    run.mkdir(mode=0o700, parents=True, exist_ok=True)
+    command = [*DOUBLE, "--socket", str(run / "store.sock"), *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env=serve_environment())
+    try:
+        assert process.stderr is not None
+        eventually(lambda: _is_served(run / "store.sock"), "the store listens")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from tests.system.wire import DONE, events, text_of
 
 HEAD_TOKENS = 40
 BLOCK_TOKENS = 16
-PAUSE_SECONDS = 0.05
+PAUSE_SECONDS = 0.1
 
 
 @dataclass(eq=False)

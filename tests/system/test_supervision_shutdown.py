@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.system.served import EAGER, Running, children, command_line, eventually, is_running, running
+from tests.system.served import EAGER, Running, children, command_line, eventually, is_running, running, store_alone
 from tests.system.support import random_prompt, serve_environment
 from tests.system.wire import DONE, events, refusal
 
@@ -42,7 +42,7 @@ def end_within(server: Running, seconds: float, since: float) -> int:
     return status
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.once)])
 def test_a_signal_to_the_process_group_ends_everything_in_three_phases(tmp_path: Path, number: signal.Signals) -> None:
     with draining(tmp_path) as server, ThreadPoolExecutor(4) as pool:
         server.wait_until_ready()
@@ -100,7 +100,14 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
             answer.result(1)
 
 
-@pytest.mark.parametrize("moment", ["idle", "loading", "between two starts", "frozen", "stuck in a step"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "loading",
+        "stuck in a step",
+        *(pytest.param(moment, marks=pytest.mark.once) for moment in ("idle", "between two starts", "frozen")),
+    ],
+)
 def test_a_signal_ends_everything_whatever_the_store_does(tmp_path: Path, moment: str) -> None:
     pauses = ("gateway.supervisor.FIRST_BACKOFF_SECONDS=600", "gateway.supervisor.LAST_BACKOFF_SECONDS=600")
     with draining(tmp_path, limits=pauses if moment == "between two starts" else EAGER) as server:
@@ -129,16 +136,33 @@ def test_a_signal_ends_everything_whatever_the_store_does(tmp_path: Path, moment
                 refusal(answer.result(1), 503)
 
 
-def test_a_store_that_refuses_its_first_start_ends_serve_with_its_status_and_its_line(tmp_path: Path) -> None:
-    model = tmp_path / "no-such-model"
-    command = command_line(tmp_path / "data", "serve", "--model", str(model), "--port", "0", "--admin-port", "0")
+def refused(data_dir: Path, *arguments: str, limits: tuple[str, ...] = ()) -> str:
+    """The one line with which `saltern serve` ends with status 2."""
+    command = command_line(data_dir, "serve", "--port", "0", "--admin-port", "0", *arguments, limits=limits)
     done = subprocess.run(command, capture_output=True, text=True, env=serve_environment(), timeout=30, check=False)
     assert done.returncode == 2
-    said = [line for line in done.stderr.splitlines() if line.startswith("saltern: ")]
-    assert said == [f"saltern: {model} does not exist: name a model folder in Hugging Face format, or a hub id"]
     assert "Traceback" not in done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("saltern: ")]
+    return said
 
 
+def test_a_store_that_refuses_its_first_start_ends_serve_with_its_status_and_its_line(tmp_path: Path) -> None:
+    model = tmp_path / "no-such-model"
+    said = refused(tmp_path / "data", "--model", str(model))
+    assert said == f"saltern: {model} does not exist: name a model folder in Hugging Face format, or a hub id"
+
+
+def test_serve_does_not_take_anothers_store_for_its_own(tmp_path: Path, default_model: Path) -> None:
+    socket = tmp_path / "data" / "run" / "store.sock"
+    with store_alone(tmp_path / "data") as other:
+        said = refused(tmp_path / "data", limits=("gateway.process.LAST_STORE_SECONDS=0.5",))
+        assert said == f"saltern: another store serves at {socket}: stop it, or choose another --socket"
+        # It was left alone, with its socket.
+        assert other.poll() is None
+        assert socket.exists()
+
+
+@pytest.mark.once
 def test_a_store_that_is_killed_while_it_loads_at_first_ends_serve_too(tmp_path: Path) -> None:
     with running(tmp_path / "data", "serve", stop_at="loading") as server:
         os.kill(server.standing_store(), signal.SIGKILL)
