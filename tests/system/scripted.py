@@ -80,36 +80,49 @@ class ScriptedRunner(RememberingRunner):
 
     Attributes:
         says: the next token of a sequence.
-        waiting: a step was planned and waits to be let.
     """
 
     def __init__(self) -> None:
         super().__init__(BLOCK_TOKENS)
         self.says: Callable[[StoreSequence], int] = lambda sequence: next_token(sequence.tokens)
-        self.waiting = False
-        self._gate = threading.Semaphore(0)
+        self._gate = threading.Condition()
         self._is_closed = False
+        self._came = self._allowed = 0
 
     def script(self, *answer: int) -> None:
         """Every request from now on is answered with these tokens, and with END after them."""
         self.says = lambda sequence: [*answer, END][min(sequence.output_tokens, len(answer))]
 
-    def close(self) -> None:
-        self._is_closed = True
+    @property
+    def waiting(self) -> bool:
+        """A step was planned and waits to be let."""
+        return self._is_closed and self._came > self._allowed
 
-    def let(self, steps: int = 1) -> None:
-        self._gate.release(steps)
+    def close(self) -> None:
+        with self._gate:
+            self._is_closed, self._came, self._allowed = True, 0, 0
+
+    def let(self) -> None:
+        """Let one step through: the one that waits, or the next."""
+        with self._gate:
+            self._allowed += 1
+            self._gate.notify_all()
 
     def open(self) -> None:
-        self._is_closed = False
-        self._gate.release()
+        with self._gate:
+            self._is_closed = False
+            self._gate.notify_all()
 
     def launch(self, rows: Sequence[Row]) -> list[int]:
-        if self._is_closed:
-            self.waiting = True
-            assert self._gate.acquire(timeout=PATIENCE_SECONDS), "the test forgot to let a step through"
-            self.waiting = False
+        with self._gate:
+            if self._is_closed:
+                self._came += 1
+                may_go = self._gate.wait_for(self._may_go, PATIENCE_SECONDS)
+                assert may_go, "the test forgot to let a step through"
         return super().launch(rows)
+
+    def _may_go(self) -> bool:
+        return not self.waiting
 
     def _compute(self, rows: Sequence[Row]) -> list[int]:
         super()._compute(rows)

@@ -347,7 +347,9 @@ async def test_b030_an_abort_that_comes_while_the_end_is_computed_frees_once(tmp
         body = {"model": inside.model, "prompt": "x", "stream": True}
         async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
             async with http.stream("POST", TEXT, json=body, headers=scene.customer.headers) as response:
-                await anext(response.aiter_bytes())
+                # Kept, because a stream whose reader is collected is closed.
+                pieces = response.aiter_bytes()
+                await anext(pieces)
                 # The engine is in the step that ends the answer when its client leaves.
                 await until(lambda: len(runner.steps) == 1 and runner.waiting)
                 held = inside.engine.pool.held
