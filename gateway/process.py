@@ -1,7 +1,8 @@
 """The gateway's process: listeners, signals, and the order in which things start and end.
 
 Start: sockets bound → database, vault → store (as a child, for `serve`) → listeners → the store connected → banner.
-End: new work refused → running answers to their end or the deadline → listeners → store. A second signal ends at once.
+End: new work refused → running answers to their end or the deadline → listeners → connection → store.
+A second signal ends at once.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
     supervisor = None if store_arguments is None else Supervisor(store_arguments)
     stop = asyncio.Event()
     _handle_signals(stop, supervisor)
+    watching: list[asyncio.Task[None]] = []
     try:
         async with open_gateway(
             database_url=settings.database_url,
@@ -70,7 +72,8 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
                 asyncio.create_task(server.serve(sockets=[listener]))
                 for server, listener in zip(servers, (tenant_socket, admin_socket), strict=True)
             ]
-            watching = [] if supervisor is None else [asyncio.create_task(supervisor.run())]
+            if supervisor is not None:
+                watching.append(asyncio.create_task(supervisor.run()))
             announcing = asyncio.create_task(
                 _announce(gateway, supervisor, settings, _url(settings.host, tenant_socket), admin_url, admin_key)
             )
@@ -90,10 +93,11 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
                 for server in servers:
                     server.should_exit = server.force_exit = True
                 await asyncio.wait(listening, timeout=1)
-                if supervisor is not None:
-                    await supervisor.stop()
-                    await asyncio.gather(*watching, return_exceptions=True)
     finally:
+        # The connection was closed before: for both sides this is an end, and no loss.
+        if supervisor is not None:
+            await supervisor.stop()
+            await asyncio.gather(*watching, return_exceptions=True)
         tenant_socket.close()
         admin_socket.close()
     return 0
