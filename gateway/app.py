@@ -76,7 +76,10 @@ def _router(routes: list[Route], directory: Directory) -> Router:
 
 
 class Health:
-    """`/livez`: this process answers. `/readyz`: requests would be served. Neither says anything of a tenant."""
+    """`/livez`: this process answers. `/readyz`: requests would be served. Neither says anything of a tenant.
+
+    `/readyz?verbose` adds the sizes that it serves with; a block is the smallest prefix that is reused.
+    """
 
     def __init__(self, link: StoreLink, completions: Completions) -> None:
         self._link = link
@@ -89,5 +92,14 @@ class Health:
         return PlainTextResponse("live\n")
 
     async def ready(self, request: Request) -> Response:
-        trouble = "draining" if self._completions.draining else self._link.trouble()
-        return PlainTextResponse(f"{trouble or 'ready'}\n", 503 if trouble else 200)
+        if trouble := "draining" if self._completions.draining else self._link.trouble():
+            return PlainTextResponse(f"{trouble}\n", 503)
+        return PlainTextResponse(self._sizes() if "verbose" in request.query_params else "ready\n")
+
+    def _sizes(self) -> str:
+        store = self._link.connection().model.store
+        block_tokens = store.geometry.block_tokens
+        return (
+            f"ready\nblock_tokens {block_tokens}\ncache_tokens {store.limits.blocks * block_tokens}\n"
+            f"context_tokens {store.limits.max_context_tokens}\n"
+        )

@@ -236,7 +236,9 @@ def test_b015_store_and_gateway_by_themselves_with_blocks_of_64(tmp_path: Path) 
         tenant = server.tenant()
         short, long = random_prompt("b015", 50), random_prompt("b015", 70)
         assert [tenant.cached_tokens(prompt) for prompt in (short, short, long, long)] == [0, 0, 0, 64]
-        assert server.http.get("/readyz").status_code == 200
+        assert server.http.get("/readyz").text == "ready\n"
+        status = server.admin.get("/readyz?verbose").text
+        assert status.splitlines() == ["ready", "block_tokens 64", "cache_tokens 1408", "context_tokens 1408"]
     assert not path.exists()
 
 
