@@ -6,13 +6,15 @@ import asyncio
 import logging
 import socket
 import stat
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 from cachestore import client as client_module
 from cachestore import server as server_module
-from cachestore.client import StoreClient, StoreLost, StoreRefused, StoreRequest
+from cachestore.client import StoreClient, StoreLost, StoreRefused
 from cachestore.protocol import (
     KEY_VERSION,
     PROTOCOL,
@@ -165,6 +167,18 @@ async def test_gateways_may_use_the_same_request_ids(tmp_path: Path) -> None:
         ]
 
 
+T = TypeVar("T")
+
+
+async def _stepping(runner: GatedRunner, waiting: Coroutine[Any, Any, T]) -> T:
+    """Let one step through with each turn of the loop until that has come: which step it falls into is a race."""
+    task = asyncio.create_task(waiting)
+    while not task.done():
+        runner.let(1)
+        await asyncio.sleep(0)
+    return await task
+
+
 async def test_an_abort_ends_a_running_request(tmp_path: Path) -> None:
     runner = GatedRunner()
     async with serving(tmp_path, runner) as server, connected(server) as client:
@@ -172,11 +186,11 @@ async def test_an_abort_ends_a_running_request(tmp_path: Path) -> None:
         runner.let(2)
         assert isinstance(await aborted.next(), Started)
         aborted.abort()
-        runner.open()
-        _, _, end = await answer(aborted)
+        _, _, end = await _stepping(runner, answer(aborted))
         assert isinstance(end, Finished)
         assert end.reason == "aborted"
         aborted.seal([], last=True)
+        runner.open()
         _, tokens, _ = await answer(other)
         assert tokens == expected_answer(prompt(2, 5), 6)
         other.seal([], last=True)
@@ -191,7 +205,7 @@ async def test_a_disconnect_releases_all_that_its_requests_held_within_a_second(
         requests = [submit(going, prompt(word, 9), max_tokens=400) for word in (1, 2, 3)]
         staying = submit(other, prompt(4, 9), account=BOB, max_tokens=400)
         for request in (*requests, staying):
-            await _started(request, runner)
+            assert isinstance(await _stepping(runner, request.next()), Started)
         going.close()
         runner.let(1000)
         async with asyncio.timeout(1):
@@ -202,15 +216,6 @@ async def test_a_disconnect_releases_all_that_its_requests_held_within_a_second(
         # The other gateway's request went on.
         assert await staying.next()
         assert not staying.finished
-
-
-async def _started(request: StoreRequest, runner: GatedRunner) -> None:
-    """Let steps through until the request has started: which step it gets into is a race of its message."""
-    event = asyncio.create_task(request.next())
-    while not event.done():
-        runner.let(1)
-        await asyncio.sleep(0)
-    assert isinstance(await event, Started)
 
 
 async def test_a_lost_store_is_known_within_a_second_to_all_who_wait(tmp_path: Path) -> None:
@@ -312,6 +317,7 @@ async def test_what_the_engine_refuses_ends_that_connection_and_nothing_else(
         peer.send(Fence(account=ALICE, epoch=9))
         await peer.rest()
         assert "outside the vocabulary" in caplog.text
+        assert "silent" not in caplog.text
         assert "4294967295" not in caplog.text
         assert await complete(other, prompt(1, 5)) == (0, expected_answer(prompt(1, 5), 4))
         assert server.engine.index.epoch(ALICE) == 1
