@@ -555,3 +555,17 @@ def test_stamps_are_in_order() -> None:
     assert stamps.queued_ns == queued
     assert stamps.started_ns == stamps.first_token_ns == queued + 1_000_000_000
     assert stamps.finished_ns == queued + 2_000_000_000
+
+
+def test_ended_requests_keep_their_blocks_when_releasing_them_would_not_admit_anybody() -> None:
+    harness = Harness(blocks=6, block_tokens=4)
+    ended = harness.complete_unsealed(prompt(1, 8), max_tokens=2)
+    running = harness.submit(prompt(2, 12), max_tokens=8)
+    harness.step()
+    waiting = harness.submit(prompt(3, 20), max_tokens=2)
+    harness.step()
+    assert not waiting.over
+    assert harness.sequence(ended).table, "its blocks were given up for a request that still does not fit"
+    harness.seal(ended)
+    harness.run(running, waiting)
+    assert waiting.reason == "length"

@@ -406,7 +406,7 @@ async def _serve_until_the_engine_fails(folder: Path, lost: list[StoreClient]) -
         def fail() -> None:
             raise AssertionError("planted")
 
-        server.engine.step = fail  # type: ignore[method-assign]
+        server.engine.plan = fail  # type: ignore[method-assign]
         running = submit(client, prompt(2, 5))
         async with asyncio.timeout(1):
             with pytest.raises(StoreLost):
