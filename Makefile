@@ -31,7 +31,7 @@ test: .venv/installed-test
 	$(call heading,import-linter: who may import whom)
 	@$(BIN)/lint-imports --no-logo
 	$(call heading,pytest: tests)
-	@$(BIN)/python -m pytest --durations=10
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations=10
 
 .venv/pyvenv.cfg:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo \

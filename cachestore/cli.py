@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cachestore.checkpoint import ELEMENT_BYTES, Checkpoint
+from cachestore.engine import Engine
 from cachestore.fingerprint import model_fingerprint, model_tokenizer_fingerprint
 from cachestore.geometry import BLOCK_TOKENS, BlockLayout
 from cachestore.memory import available_memory_bytes
 from cachestore.model_source import resolve
 from cachestore.own_kernels import require_own_kernels
 from cachestore.protocol import LAYOUT_VERSION, DType, Geometry, Limits, Welcome
+from cachestore.server import StoreServer, check_socket
 from cachestore.start_error import StartError
 
 if TYPE_CHECKING:
@@ -186,11 +188,12 @@ def _run(options: StoreOptions, version: str) -> None:
     if options.life_descriptor is not None:
         threading.Thread(target=_end_with_parent, args=(options.life_descriptor,), daemon=True).start()
     plan = plan_store(options)
+    check_socket(options.socket)
     fingerprint = model_fingerprint(plan.checkpoint)
     tokenizer = model_tokenizer_fingerprint(plan.checkpoint.directory)
     # Threads that wait for their next piece of work by spinning slow every other process on these cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    runner, limits, device_name = _load(plan, options)
+    runner, limits, rope_context_tokens = _load(plan, options)
     layout = plan.layout
     geometry = Geometry(
         layers=layout.layers,
@@ -200,7 +203,7 @@ def _run(options: StoreOptions, version: str) -> None:
         block_tokens=layout.block_tokens,
         kv_dtype=plan.dtype,
         layout_version=LAYOUT_VERSION,
-        rope_context_tokens=limits.max_context_tokens if plan.checkpoint.needs_rope_context else 0,
+        rope_context_tokens=rope_context_tokens,
         bytes_per_token=layout.bytes_per_token,
     )
     welcome = Welcome(
@@ -216,13 +219,14 @@ def _run(options: StoreOptions, version: str) -> None:
     log.info(
         "saltern store %s: %s in %s on %s, cache of %d tokens (%d blocks of %d, the smallest prefix that is reused), "
         "context %d, %s",
-        version, plan.checkpoint.directory.name, plan.dtype, device_name, tokens, limits.blocks, layout.block_tokens,
+        version, plan.checkpoint.directory.name, plan.dtype, plan.device, tokens, limits.blocks, layout.block_tokens,
         limits.max_context_tokens, options.socket,
     )  # fmt: skip
     asyncio.run(_serve(options.socket, welcome, runner, layout))
 
 
-def _load(plan: StorePlan, options: StoreOptions) -> tuple[ModelRunner, Limits, str]:
+def _load(plan: StorePlan, options: StoreOptions) -> tuple[ModelRunner, Limits, int]:
+    """The model over its cache, what it can take, and the context that its rotary factors were frozen for, or 0."""
     import torch
 
     from cachestore.binding import prove_binding
@@ -256,13 +260,10 @@ def _load(plan: StorePlan, options: StoreOptions) -> tuple[ModelRunner, Limits, 
         vocabulary_tokens=checkpoint.vocabulary_tokens,
     )
     cache = KVCache(layout, blocks, model.dtype, device)
-    return ModelRunner(model, cache, layout.block_tokens), limits, plan.device
+    return ModelRunner(model, cache, layout.block_tokens), limits, frozen_for if checkpoint.needs_rope_context else 0
 
 
 async def _serve(socket: Path, welcome: Welcome, runner: ModelRunner, layout: BlockLayout) -> None:
-    from cachestore.engine import Engine
-    from cachestore.server import StoreServer
-
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -10,6 +10,8 @@ open; publication comes before the `Tokens` message of that step.
 from __future__ import annotations
 
 import logging
+import traceback
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import Any, Literal, Protocol
@@ -234,15 +236,26 @@ class Engine:
 
     def step(self) -> None:
         """Compute one step, if there is anything to compute."""
+        self.compute(self.plan())
+
+    def plan(self) -> StepPlan:
+        """Decide what the next step computes, and say which requests it admits."""
         plan = self.scheduler.plan()
         self._announce(plan)
+        return plan
+
+    def compute(self, plan: StepPlan) -> None:
+        """Run a step that was planned, with nothing between."""
         if not plan.rows:
             return
         try:
             sampled = self.runner.collect(self.runner.launch(plan.rows))
         except Exception as error:
-            # The blocks of this step hold nothing that can be trusted; those published before it do.
-            log.error("a step of %d rows failed: %s", len(plan.rows), type(error).__name__, exc_info=error)
+            # The blocks of this step hold nothing that can be trusted; those published before it do. The text of the
+            # exception is not logged: it may quote a token.
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            kind = type(error).__name__
+            log.error("a step of %d rows failed: %s at %s:%s", len(plan.rows), kind, where.filename, where.lineno)
             for row in plan.rows:
                 self._finish(row.sequence, "error")
                 self._release_ended(row.sequence)
@@ -330,9 +343,14 @@ class Engine:
         del self._ended[sequence.connection, sequence.request]
         del self._sequences[sequence.connection, sequence.request]
 
-    def _reclaim_ended(self) -> None:
+    def _reclaim_ended(self, blocks: int) -> bool:
+        """Release what ended requests hold, if so many blocks can be used then that can't be now."""
+        holders = Counter(block for sequence in self._ended.values() for block in sequence.table)
+        if sum(self.pool.references(block) == count for block, count in holders.items()) < blocks:
+            return False
         for sequence in list(self._ended.values()):
             self._release_ended(sequence)
+        return True
 
     def check(self) -> None:
         """Raise AssertionError unless blocks, index, tables and phases agree. For tests."""

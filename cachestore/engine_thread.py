@@ -101,15 +101,21 @@ class EngineThread:
             if engine.has_work:
                 # Set before the first step too: one that never ends must be seen to age.
                 self._last_step_ns = self._last_step_ns or time.monotonic_ns()
-                engine.step()
+                plan = engine.plan()
+                # What was fenced, rejected or admitted is said now, not after the step.
+                self._flush()
+                engine.compute(plan)
                 self._last_step_ns = time.monotonic_ns()
             if not engine.has_work:
                 self._last_step_ns = None
                 self._outbox += [(connection, Drained()) for connection in self._drain_waiters]
                 self._drain_waiters.clear()
-            if self._outbox:
-                outgoing, self._outbox[:] = list(self._outbox), []
-                self._deliver(outgoing)
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._outbox:
+            outgoing, self._outbox[:] = list(self._outbox), []
+            self._deliver(outgoing)
 
     def _take_messages(self) -> bool:
         """Apply all that has come; waits for the next message only when there is nothing to compute."""

@@ -37,8 +37,8 @@ class Scheduler:
     """Owns the queue of waiting and the list of running sequences; asks the pool for their blocks.
 
     Args:
-        reclaim: gives back the blocks of ended requests that still wait for their last `Seal`; called before a
-            request is refused its blocks or preempted.
+        reclaim: makes room for so many more blocks from ended requests that still wait for their last `Seal`, or
+            changes nothing and says False; asked before a request is refused its blocks or preempted.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Scheduler:
         block_tokens: int,
         step_tokens: int,
         max_running: int,
-        reclaim: Callable[[], None],
+        reclaim: Callable[[int], bool],
     ) -> None:
         if max_running > step_tokens:
             raise ValueError(f"max_running {max_running} is above step_tokens {step_tokens}: a step fits all decodes")
@@ -109,9 +109,7 @@ class Scheduler:
         """Every running sequence gets the block its next token goes into; who can't have one preempts."""
         for sequence in list(self.running):
             while sequence.phase is Phase.RUNNING and self.blocks_for(len(sequence.tokens)) > len(sequence.table):
-                if self.pool.usable == 0:
-                    self._reclaim()
-                if self.pool.usable > 0:
+                if self.pool.usable > 0 or self._reclaim(1):
                     sequence.table += self.pool.allocate(1)
                 else:
                     # A lone sequence always fits: one that never could was rejected when it came.
@@ -135,11 +133,10 @@ class Scheduler:
         reusable = (len(sequence.tokens) - 1) // self.block_tokens
         matched = self.pool.index.match(sequence.account, sequence.epoch, sequence.keys[:reusable])
         needed = self.blocks_for(min(len(sequence.tokens) + 1, sequence.final_tokens)) - len(matched)
-        if needed > self.pool.usable_beside(matched):
-            before = self.pool.usable
-            self._reclaim()
-            if self.pool.usable == before or needed > self.pool.usable_beside(matched):
-                return False
+        short = needed - self.pool.usable_beside(matched)
+        # What is reclaimed may be what was matched, and is no room then.
+        if short > 0 and (not self._reclaim(short) or needed > self.pool.usable_beside(matched)):
+            return False
         self.pool.share(matched)
         sequence.table = matched + self.pool.allocate(needed)
         sequence.adopted_blocks = sequence.published_blocks = len(matched)

@@ -238,21 +238,30 @@ def _peer_uid(peer: socket.socket) -> int:
     return int(uid)
 
 
-def _bind(path: Path) -> socket.socket:
-    """A listening socket at `path` that only we can reach."""
+def check_socket(path: Path) -> None:
+    """Make the socket's directory, and see that nobody else can reach it and no store serves there.
+
+    Raises:
+        StartError: others can, or one does, or the path is no path for a socket.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = path.parent.stat()
     if folder.st_uid != os.geteuid() or stat.S_IMODE(folder.st_mode) & 0o077:
         raise StartError(f"{path.parent} must be owned by us with mode 0700: the socket would be open to others")
-    if path.exists():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            try:
-                probe.connect(str(path))
-            except OSError:
-                # Left behind by a store that was killed.
-                path.unlink(missing_ok=True)
-            else:
-                raise StartError(f"another store serves at {path}: stop it, or choose another --socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            taken = probe.connect_ex(str(path)) == 0
+        except OSError as error:
+            raise StartError(f"the socket {path} can't be made: {error.strerror or error}") from error
+    if taken:
+        raise StartError(f"another store serves at {path}: stop it, or choose another --socket")
+
+
+def _bind(path: Path) -> socket.socket:
+    """A listening socket at `path` that only we can reach."""
+    check_socket(path)
+    # Left behind by a store that was killed.
+    path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:

@@ -16,7 +16,7 @@ from gateway.admin.routes import admin_routes
 from gateway.completions import Completions
 from gateway.http.openapi import described
 from gateway.http.routing import Route, Router
-from gateway.store_link import StoreLink
+from gateway.store_link import StoreLink, StoreUnavailable
 from gateway.tenants.database import Database
 from gateway.tenants.directory import Directory
 
@@ -86,7 +86,10 @@ def _router(routes: list[Route], directory: Directory) -> Router:
 
 
 class Health:
-    """`/livez`: this process answers. `/readyz`: requests would be served. Neither says anything of a tenant."""
+    """`/livez`: this process answers. `/readyz`: requests would be served. Neither says anything of a tenant.
+
+    `/readyz?verbose` adds the sizes that it serves with; a block is the smallest prefix that is reused.
+    """
 
     def __init__(self, link: StoreLink, completions: Completions) -> None:
         self._link = link
@@ -111,5 +114,19 @@ class Health:
 
     async def ready(self, request: Request) -> Response:
         trouble = "draining" if self._completions.draining else self._link.trouble()
-        text = f"{trouble or 'ready'}\nlast step of a store with work: {self._link.step_age_ms} ms ago\n"
-        return PlainTextResponse(text, 503 if trouble else 200)
+        lines = [trouble or "ready"]
+        if "verbose" in request.query_params:
+            lines += [f"step_age_ms {self._link.step_age_ms}", *self._sizes()]
+        return PlainTextResponse("".join(f"{line}\n" for line in lines), 503 if trouble else 200)
+
+    def _sizes(self) -> list[str]:
+        try:
+            store = self._link.connection().model.store
+        except StoreUnavailable:
+            return []
+        block_tokens = store.geometry.block_tokens
+        return [
+            f"block_tokens {block_tokens}",
+            f"cache_tokens {store.limits.blocks * block_tokens}",
+            f"context_tokens {store.limits.max_context_tokens}",
+        ]

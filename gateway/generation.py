@@ -108,6 +108,7 @@ async def start(
         except SaltUnavailable:
             # A rotation destroys the old salt: an error only if there was none.
             if (await directory.standing(principal)).epoch == epoch:
+                log.error("no salt of tenant %s opens for epoch %d: requests are refused", principal.tenant_id, epoch)
                 raise
         named_epoch, standing = epoch, await directory.standing(principal)
         epoch = standing.epoch

@@ -41,6 +41,10 @@ class SaltUnavailable(ApiError):
         )
 
 
+class SecretGone(VaultError):
+    """No secret is kept for that place."""
+
+
 class Keyring:
     """Owns the table of wrapped secrets. Writers pass their own transaction; readers need none."""
 
@@ -101,7 +105,9 @@ class Keyring:
             async with self._database.read() as session:
                 secret = await self._unwrap(session, place)
         except VaultError as error:
-            logger.error("%s", error)
+            # One that is gone was destroyed by a rotation that the caller has not seen yet, most of the time.
+            if not isinstance(error, SecretGone):
+                logger.error("%s", error)
             raise SaltUnavailable from error
         self._opened.setdefault(place, (secret, now))
         return secret
@@ -118,7 +124,7 @@ class Keyring:
     async def _unwrap(self, session: AsyncSession, place: Place) -> Secret:
         row = await session.get(WrappedSecret, (place.purpose, place.tenant_id, place.epoch))
         if row is None:
-            raise VaultError(f"there is no {place.purpose} of tenant {place.tenant_id!r}, epoch {place.epoch}")
+            raise SecretGone(f"there is no {place.purpose} of tenant {place.tenant_id!r}, epoch {place.epoch}")
         return await self._provider.unwrap(place, Wrapped(row.kek_id, row.wrapped))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cachestore.protocol import Abort, OpenAccount, ProtocolError, Sampling, Seal, Submit
+from cachestore.protocol import Abort, Message, OpenAccount, ProtocolError, Sampling, Seal, Submit, Tokens
 from cachestore.sequence import Phase
 from tests.cachestore.support import (
     ALICE,
@@ -316,6 +316,50 @@ def test_written_blocks_are_the_prompts_full_blocks_that_it_published() -> None:
     assert [count.steps for count in counts] == [12, 1, 1]
 
 
+def test_blocks_of_the_answer_are_not_among_the_written_ones() -> None:
+    harness = Harness()
+    answer = harness.submit(prompt(1, 8), max_tokens=16)
+    harness.step(8)
+    harness.seal(answer, last=False)
+    harness.run(answer)
+    assert harness.cached_blocks(ALICE) == 4
+    assert answer.finished
+    assert answer.finished.counts.written_blocks == 2
+
+
+def test_blocks_written_again_after_a_preemption_count_once() -> None:
+    """The first request grows into every block, so nothing of the second is left when it resumes."""
+    harness = Harness(blocks=9, block_tokens=4)
+    first = harness.submit(prompt(1, 16), max_tokens=20)
+    second = harness.submit(prompt(2, 12), max_tokens=8)
+    harness.run(first)
+    assert harness.engine.pool.evictions == 3
+    harness.run(second)
+    assert second.finished
+    counts = second.finished.counts
+    assert (counts.preemptions, counts.written_blocks) == (1, 3)
+    assert counts.computed_tokens > 2 * len(second.prompt)
+
+
+def test_all_tokens_of_a_step_are_one_message_to_each_connection() -> None:
+    harness = Harness()
+    messages: list[tuple[int, Message]] = []
+    emit = harness.engine._emit
+
+    def watch(connection: int, message: Message) -> None:
+        messages.append((connection, message))
+        emit(connection, message)
+
+    harness.engine._emit = watch
+    mine = [harness.submit(prompt(word, 5), connection=1) for word in (1, 2)]
+    other = harness.submit(prompt(3, 5), connection=2)
+    harness.step()
+    kinds = [(connection, type(message).__name__) for connection, message in messages]
+    assert kinds == [(1, "Started"), (1, "Started"), (2, "Started"), (1, "Tokens"), (2, "Tokens")]
+    assert messages[3][1] == Tokens(entries=[(answer.request, answer.tokens) for answer in mine])
+    assert messages[4][1] == Tokens(entries=[(other.request, other.tokens)])
+
+
 def test_started_says_which_block_was_missed_first() -> None:
     harness = Harness()
     for tokens, cached_tokens, miss_block in (
@@ -511,3 +555,17 @@ def test_stamps_are_in_order() -> None:
     assert stamps.queued_ns == queued
     assert stamps.started_ns == stamps.first_token_ns == queued + 1_000_000_000
     assert stamps.finished_ns == queued + 2_000_000_000
+
+
+def test_ended_requests_keep_their_blocks_when_releasing_them_would_not_admit_anybody() -> None:
+    harness = Harness(blocks=6, block_tokens=4)
+    ended = harness.complete_unsealed(prompt(1, 8), max_tokens=2)
+    running = harness.submit(prompt(2, 12), max_tokens=8)
+    harness.step()
+    waiting = harness.submit(prompt(3, 20), max_tokens=2)
+    harness.step()
+    assert not waiting.over
+    assert harness.sequence(ended).table, "its blocks were given up for a request that still does not fit"
+    harness.seal(ended)
+    harness.run(running, waiting)
+    assert waiting.reason == "length"

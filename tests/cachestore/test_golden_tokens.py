@@ -106,6 +106,21 @@ def _together(store: Harness, prompts: list[list[int]]) -> list[Answer]:
     return answers
 
 
+def test_golden_tokens_alone_cold_and_again_from_cache(
+    make_runner: MakeRunner, prompts: list[list[int]], golden: Reference
+) -> None:
+    cold, cached = [], []
+    for prompt in prompts:
+        store = _store(make_runner, 32, step_tokens=256)
+        cold.append(store.complete(prompt, max_tokens=ANSWER_TOKENS))
+        assert cold[-1].cached_tokens == 0
+        # The first tokens tell whether the cached ones were read; the rest is what the next test compares.
+        cached.append(store.complete(prompt, max_tokens=8))
+        assert cached[-1].cached_tokens == (len(prompt) - 1) // 16 * 16
+        assert cached[-1].tokens == cold[-1].tokens[:8]
+    golden.compared([answer.tokens for answer in cold])
+
+
 def test_golden_tokens_all_together_cold_and_again_from_cache(
     make_runner: MakeRunner, prompts: list[list[int]], golden: Reference
 ) -> None:
@@ -118,21 +133,6 @@ def test_golden_tokens_all_together_cold_and_again_from_cache(
     golden.compared([answer.tokens for answer in cold])
     golden.compared([answer.tokens for answer in cached])
     assert store.engine.scheduler.preemptions == 0
-
-
-def test_golden_tokens_alone_cold_and_again_from_cache(
-    make_runner: MakeRunner, prompts: list[list[int]], golden: Reference
-) -> None:
-    cold, cached = [], []
-    for prompt in prompts:
-        store = _store(make_runner, 32, step_tokens=256)
-        cold.append(store.complete(prompt, max_tokens=ANSWER_TOKENS))
-        assert cold[-1].cached_tokens == 0
-        # The first tokens tell whether the cached ones were read; the rest would repeat the test above.
-        cached.append(store.complete(prompt, max_tokens=8))
-        assert cached[-1].cached_tokens == (len(prompt) - 1) // 16 * 16
-        assert cached[-1].tokens == cold[-1].tokens[:8]
-    golden.compared([answer.tokens for answer in cold])
 
 
 def test_golden_tokens_where_the_pool_is_too_small_for_all_of_them(

@@ -141,6 +141,8 @@ async def test_line_35_a_bad_frame_closes_that_connection_only(
         peer.send_bytes(BAD_FRAMES[what])
         await peer.rest()
         assert re.search(r"connection 2 closed: .+", caplog.text)
+        # Not because it answered no ping either.
+        assert "silent" not in caplog.text
         # The connection that was there before, and a new one.
         assert (await complete(other, [1] * 5))[1] == before[1]
         await assert_still_serving(server)

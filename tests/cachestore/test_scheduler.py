@@ -136,6 +136,20 @@ def test_a_preempted_request_resumes_to_the_same_tokens_and_keeps_its_names() ->
     assert turn.cached_tokens == 20
 
 
+def test_a_preempted_request_is_admitted_before_those_who_wait() -> None:
+    harness = Harness(blocks=9, block_tokens=4, max_running=2)
+    first = harness.submit(prompt(1, 8), max_tokens=16)
+    second = harness.submit(prompt(2, 8), max_tokens=16)
+    third = harness.submit(prompt(3, 8), max_tokens=16)
+    while not harness.engine.scheduler.preemptions:
+        harness.step()
+    assert list(harness.engine.scheduler.waiting) == [harness.sequence(second), harness.sequence(third)]
+    harness.run(second)
+    assert first.over
+    assert not third.over
+    harness.run(third)
+
+
 def test_a_resumed_request_reads_its_published_blocks_again_instead_of_computing_them() -> None:
     harness = Harness(blocks=9, block_tokens=4)
     first = harness.submit(prompt(1, 16), max_tokens=8)

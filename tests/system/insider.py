@@ -106,7 +106,8 @@ class Insider:
         async def connected() -> T:
             client = await StoreClient.connect(self.server.socket)
             try:
-                return await ask(client)
+                async with asyncio.timeout(30):
+                    return await ask(client)
             finally:
                 client.close()
 

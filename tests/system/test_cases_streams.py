@@ -41,13 +41,13 @@ def test_b112_every_stream_says_once_why_it_ended(tenant: Tenant) -> None:
 
 # With line breaks, quotes and characters of several tokens; cut short, cut within a character, cut by a stop string.
 BODIES = [
-    (CHAT, chat("Name three colours.", max_tokens=6)),
-    (CHAT, chat("Name three colours.", max_tokens=6, stream_options={"include_usage": True})),
+    (CHAT, chat("Name three colours.", max_tokens=3)),
+    (CHAT, chat("Name three colours.", max_tokens=3, stream_options={"include_usage": True})),
     (CHAT, chat("Name three colours.", max_tokens=2, stop="1")),
     (CHAT, chat("Say hi.", max_tokens=1)),
     (CHAT, chat("x" * 300, max_tokens=2)),
-    (TEXT, text("def add(a, b):", max_tokens=8)),
-    (TEXT, text("def add(a, b):", max_tokens=8, stop=["\n"])),
+    (TEXT, text("def add(a, b):", max_tokens=4)),
+    (TEXT, text("def add(a, b):", max_tokens=4, stop=["\n"])),
     (TEXT, text("emoji 😀 😃", max_tokens=2)),
     (TEXT, text("Hangul: 안녕", max_tokens=4)),
     (TEXT, text("data: x\n\ndata: [DONE]\n\n", max_tokens=4)),

@@ -14,7 +14,8 @@ def test_line_08_after_a_restart_every_tenant_is_cold_and_finds_its_own(tmp_path
         tenants = [first.tenant(), first.tenant()]
         assert [tenant.cached_tokens(prompt) for tenant in tenants] == [0, 0]
         assert [tenant.cached_tokens(prompt) for tenant in tenants] == [32, 32]
-        tenants[1].rotate()
+        for tenant in tenants:
+            tenant.rotate()
         secrets = [Insider(first).secrets(tenant) for tenant in tenants]
 
     with serving(tmp_path / "data", "--cache-memory", "64MiB") as second:
@@ -25,5 +26,5 @@ def test_line_08_after_a_restart_every_tenant_is_cold_and_finds_its_own(tmp_path
         for tenant in again:
             assert [tenant.cached_tokens(prompt), tenant.cached_tokens(prompt)] == [0, 32]
         # The same salt names the same blocks as before, for its account alone.
-        assert insider.cached_tokens(secrets[0].account, 1, prompt, names) == 32
+        assert insider.cached_tokens(secrets[0].account, 2, prompt, names) == 32
         assert insider.cached_tokens(secrets[1].account, 2, prompt, names) == 0

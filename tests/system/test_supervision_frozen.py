@@ -39,7 +39,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Ite
 
 def step_age_ms(served: Running) -> int:
     """What `/readyz` says of the last step."""
-    found = re.search(r"last step of a store with work: (\d+) ms ago", served.http.get("/readyz").text)
+    found = re.search(r"step_age_ms (\d+)", served.http.get("/readyz?verbose").text)
     assert found
     return int(found[1])
 

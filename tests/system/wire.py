@@ -34,12 +34,14 @@ class RawResponse:
         return error_form(json.loads(self.body))
 
 
+def connect(url: str) -> socket.socket:
+    address = urlsplit(url)
+    return socket.create_connection((address.hostname or "", address.port or 0), timeout=TIMEOUT_SECONDS)
+
+
 def exchange(url: str, request: bytes) -> RawResponse:
     """Send these bytes and read one response."""
-    address = urlsplit(url)
-    assert address.hostname
-    assert address.port
-    with socket.create_connection((address.hostname, address.port), timeout=TIMEOUT_SECONDS) as connection:
+    with connect(url) as connection:
         connection.sendall(request)
         response = HTTPResponse(connection)
         response.begin()
@@ -47,14 +49,26 @@ def exchange(url: str, request: bytes) -> RawResponse:
         return RawResponse(response.status, headers, response.read())
 
 
-def post(tenant: Tenant, path: str, body: dict[str, Any]) -> RawResponse:
-    """A POST over a connection of its own, its body as it came."""
-    content = json.dumps({"model": tenant.server.model} | body).encode()
+def post(tenant: Tenant, path: str, fields: dict[str, Any]) -> RawResponse:
+    """A POST over a connection of its own, its answer as it came."""
+    return exchange(tenant.server.url, _post(tenant, path, fields))
+
+
+@contextmanager
+def send_only(tenant: Tenant, path: str, fields: dict[str, Any]) -> Iterator[None]:
+    """A POST whose client reads nothing and leaves at the end of the block."""
+    with connect(tenant.server.url) as connection:
+        connection.sendall(_post(tenant, path, fields))
+        yield
+
+
+def _post(tenant: Tenant, path: str, fields: dict[str, Any]) -> bytes:
+    content = json.dumps({"model": tenant.server.model} | fields).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nhost: test\r\nauthorization: Bearer {tenant.key}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(content)}\r\nconnection: close\r\n\r\n"
     )
-    return exchange(tenant.server.url, head.encode() + content)
+    return head.encode() + content
 
 
 def error_form(body: Any) -> dict[str, Any]:
