@@ -24,7 +24,7 @@ import msgspec
 
 from cachestore import cli, engine
 from cachestore.protocol import Abort, DType, Fence, Limits, Message, OpenAccount, Seal, Started, Submit
-from cachestore.scheduler import Row
+from cachestore.scheduler import Row, StepPlan
 from tests.cachestore.support import RememberingRunner
 
 # Where a store can be told to stand still, once.
@@ -155,8 +155,8 @@ class WatchedEngine(engine.Engine):
         super().abort(connection, message)
         self.check()
 
-    def step(self) -> None:
-        super().step()
+    def compute(self, plan: StepPlan) -> None:
+        super().compute(plan)
         self.check()
 
     def check(self) -> None:
@@ -210,7 +210,7 @@ def main() -> int:
         cli.model_fingerprint = lambda checkpoint: options.model_fingerprint.encode() * 32
     notes = Notes(options.socket.parent)
 
-    def load(plan: cli.StorePlan, _: cli.StoreOptions) -> tuple[TimedRunner, Limits, str]:
+    def load(plan: cli.StorePlan, _: cli.StoreOptions) -> tuple[TimedRunner, Limits, int]:
         notes.reached("loading")
         limits = Limits(
             blocks=options.blocks,
@@ -219,10 +219,10 @@ def main() -> int:
             step_tokens=64,
             vocabulary_tokens=plan.checkpoint.vocabulary_tokens,
         )
-        return TimedRunner(options.block_tokens, options.step_seconds, notes), limits, "nothing"
+        return TimedRunner(options.block_tokens, options.step_seconds, notes), limits, 0
 
     cli._load = load  # type: ignore[assignment]
-    engine.Engine = lambda runner, **arguments: WatchedEngine(notes, runner=runner, **arguments)  # type: ignore
+    cli.Engine = lambda runner, **arguments: WatchedEngine(notes, runner=runner, **arguments)  # type: ignore
     return cli.run_store(
         cli.StoreOptions(
             model=options.model,
