@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from gateway.process import _bind, _server
 
-PATIENCE_SECONDS = 10
+PATIENCE_SECONDS = 20
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from tests.gateway.http.sockets import Client, Served, served
 
 pytestmark = pytest.mark.anyio
 
-HEAD_SECONDS = 0.4
-BODY_SECONDS = 1.2
-WINDOW_SECONDS = 0.3
+HEAD_SECONDS = 0.3
+BODY_SECONDS = 0.8
+WINDOW_SECONDS = 0.2
 WINDOW_BYTES = 64
-STALLED_SECONDS = 0.6
+STALLED_SECONDS = 0.5
 # For a loop that shares its cores with others.
 LATE_SECONDS = 1.0
 
@@ -56,7 +56,7 @@ class App:
         self.left: list[str] = []
         self.go = asyncio.Event()
         self.sent_bytes = 0
-        self.large_bytes = 32 << 20
+        self.large_bytes = 4 << 20
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -178,7 +178,7 @@ def descriptors() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("descriptors")
-@pytest.mark.parametrize(("count", "seconds"), [(500, 2.0), pytest.param(2000, 10.0, marks=pytest.mark.once)])
+@pytest.mark.parametrize(("count", "seconds"), [(500, 1.5), pytest.param(2000, 10.0, marks=pytest.mark.once)])
 async def test_half_open_connections_are_closed_by_their_deadline_while_others_are_served(
     count: int, seconds: float, server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +281,22 @@ async def test_after_the_rest_of_an_answered_request_a_connection_is_still_watch
     client.close()
 
 
+async def test_a_client_that_leaves_after_its_refusal_is_noticed_though_its_handler_is_behind(
+    app: App, server: Served
+) -> None:
+    """What the handler has not read yet had stopped the reading."""
+    client = await server.open()
+    client.send(b"POST /late HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n")
+    client.send(b"%x\r\n%s\r\nno size\r\n" % (PIECE_BYTES + 64, bytes(PIECE_BYTES + 64)))
+    (refused,) = await client.rest()
+    assert refused.status == 400
+    client.close()
+    await server.until(lambda: not server.state.connections, LATE_SECONDS)
+    app.go.set()
+    await server.until_idle()
+    assert app.left == ["/late"]
+
+
 @pytest.mark.parametrize("expecting", [False, True])
 async def test_a_handler_that_is_late_to_read_is_not_the_clients_slowness(
     expecting: bool, app: App, server: Served
@@ -332,6 +348,21 @@ async def test_a_client_that_takes_little_but_steadily_is_not_cut_off(app: App, 
     client.abort()
     await server.until_idle(1)
     assert app.left == ["/stream"]
+
+
+async def test_a_large_answer_may_take_long_as_long_as_it_is_taken(app: App, server: Served) -> None:
+    client = await server.open_narrow()
+    client.send(b"GET /large HTTP/1.1\r\n" + HOST + b"\r\n")
+    watch, left_bytes = Stopwatch(), app.large_bytes
+    await client.reader.readuntil(b"\r\n\r\n")
+    while left_bytes:
+        slowly = time.monotonic() - watch.began < 2 * STALLED_SECONDS
+        size = min(left_bytes, PIECE_BYTES // 4 if slowly else PIECE_BYTES)
+        await client.reader.readexactly(size)
+        left_bytes -= size
+        if slowly:
+            await asyncio.sleep(STALLED_SECONDS / 20)
+    client.abort()
 
 
 @pytest.mark.parametrize("headers", [b"", b"Connection: close\r\n"], ids=["kept alive", "closing"])
