@@ -1,7 +1,7 @@
 """One HTTP connection, with deadlines and limits that uvicorn does not have, and framing that reads in one way only.
 
     head     within 10 s of its first byte (or of the connection), at most 16 KiB
-    body     within 30 s, and never slower than 256 bytes a second over 5 s
+    body     within 30 s, never slower than 256 bytes a second over 5 s, in at most 16384 pieces
     answer   a client that takes nothing of it for 30 s is cut off; the kernel tells of what was taken when a third of
              its buffer is free, so less than 3 KiB a second of a large backlog is nothing
     order    one request at a time. What comes before an answer has ended is dropped, and the connection ends after
@@ -27,6 +27,8 @@ HEAD_SECONDS = 10.0
 BODY_SECONDS = 30.0
 RATE_WINDOW_SECONDS = 5.0
 RATE_WINDOW_BYTES = 5 * 256
+# Chunks, or packets of a body that is not chunked: each costs as much as a kilobyte of a large one.
+MAX_BODY_PIECES = 1 << 14
 STALLED_READER_SECONDS = 30.0
 # How often it is looked whether a client took something, in parts of that.
 STALLED_READER_CHECKS = 6
@@ -77,6 +79,7 @@ class Connection(HttpToolsProtocol):
         # Between the end of the head and the end of the message.
         self._in_body = False
         self._body_bytes = 0
+        self._body_pieces = 0
         self._body_deadline = 0.0
         # What the parser took since it last handed a head or a part of the body on.
         self._withheld_bytes = 0
@@ -139,7 +142,7 @@ class Connection(HttpToolsProtocol):
             raise ApiError(400, fault)
         super().on_headers_complete()
         self._in_body = True
-        self._withheld_bytes = self._body_bytes = 0
+        self._withheld_bytes = self._body_bytes = self._body_pieces = 0
         self._body_deadline = self.loop.time() + BODY_SECONDS
         self._stop_reading_timer()
         self._reading = self.loop.call_later(RATE_WINDOW_SECONDS, self._check_body, 0)
@@ -148,8 +151,10 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
         self._withheld_bytes = 0
         self._body_bytes += len(body)
-        if self._body_bytes > MAX_BODY_BYTES + LINGER_BYTES:
-            raise malformed()
+        self._body_pieces += 1
+        if self._body_bytes > MAX_BODY_BYTES + LINGER_BYTES or self._body_pieces > MAX_BODY_PIECES:
+            message = f"The body has {self._body_bytes} bytes so far, and came in {self._body_pieces} pieces"
+            raise ApiError(400, f"{message}; at most {MAX_BODY_PIECES} pieces are read. Send it in larger ones.")
 
     def on_message_complete(self) -> None:
         super().on_message_complete()

@@ -188,15 +188,17 @@ async def test_line_40_a_laborious_body_is_refused_at_little_cost(what: str, doo
 
 async def test_line_40_what_is_refused_for_another_reason_costs_no_more(door: Door) -> None:
     large, body = b"a" * (8 << 20), text(b"a", b'"}')
+    coding, single = b"Transfer-Encoding: chunked\r\n", b"1\r\nx\r\n"
     requests: dict[str, tuple[int, bytes]] = {
         "a header of a mebibyte": (431, b"GET / HTTP/1.1\r\nHost: a\r\nX: %s\r\n\r\n" % large[: 1 << 20]),
         "a target of a mebibyte": (431, b"GET /%s HTTP/1.1\r\nHost: a\r\n\r\n" % large[: 1 << 20]),
         "two thousand headers": (431, b"GET / HTTP/1.1\r\nHost: a\r\n%s\r\n" % (b"x: y\r\n" * 2000)),
         "no HTTP": (400, large),
-        "bad chunks": (400, door.post(TEXT, b"x" * (1 << 20), b"Transfer-Encoding: chunked\r\n")),
-        "tiny chunks": (400, door.post(TEXT, b"1\r\nx\r\n" * 9000 + b"0\r\n\r\n", b"Transfer-Encoding: chunked\r\n")),
+        "bad chunks": (400, door.post(TEXT, b"x" * (1 << 20), coding)),
+        "a mebibyte in chunks of a byte": (400, door.post(TEXT, single * (1 << 20), coding)),
+        "tiny chunks": (400, door.post(TEXT, single * 9000 + b"0\r\n\r\n", coding)),
         "a body declared too large": (413, door.post(TEXT, large)),
-        "a body streamed too large": (413, door.post(TEXT, chunks(large), b"Transfer-Encoding: chunked\r\n")),
+        "a body streamed too large": (413, door.post(TEXT, chunks(large), coding)),
         "a wrong key": (401, door.post(TEXT, body, key=b"sk-saltern-" + b"a" * 43)),
         "a long key": (401, door.post(TEXT, body, key=b"a" * 10_000)),
         "no such path": (404, door.post(b"/" + b"a/" * 5000, body)),

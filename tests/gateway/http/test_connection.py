@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.connection import head_fault
+from gateway.http.connection import MAX_BODY_PIECES, head_fault
 from gateway.http.errors import LINGER_BYTES
 from gateway.http.routing import MAX_HEADER_BYTES
 from tests.gateway.http.sockets import Served, served
@@ -323,6 +323,25 @@ async def test_a_body_that_nobody_wants_is_read_only_so_far(server: Served) -> N
     assert (await again.answer()).status == 200
     assert (await again.send(bytes(1_000_000) + get()).answer()).status == 200
     again.close()
+
+
+async def test_a_body_comes_in_so_many_chunks_and_no_more(server: Served) -> None:
+    chunk, end = b"1\r\nx\r\n", b"0\r\n\r\n"
+    head = post(HOST + b"Transfer-Encoding: chunked\r\n")
+    client = await server.open()
+    # A packet may end within a chunk, which makes two pieces of it.
+    answer = await client.send(head + chunk * (MAX_BODY_PIECES - 100) + end).answer()
+    assert (answer.status, answer.closes) == (200, False)
+    client.close()
+    (refused,) = await server.exchange(head + chunk * (MAX_BODY_PIECES + 1) + end)
+    assert refused.status == 400
+    assert refused.closes
+    assert f"{MAX_BODY_PIECES + 1} pieces" in json.loads(refused.body)["error"]["message"]
+    # What was answered before is not answered again, but its connection ends all the same.
+    client = await server.open()
+    assert (await client.send(post(HOST + b"Transfer-Encoding: chunked\r\n", path=b"/early")).answer()).status == 200
+    assert await client.send(chunk * (MAX_BODY_PIECES + 1)).rest() == []
+    client.close()
 
 
 # --- order

@@ -147,6 +147,8 @@ async def test_no_byte_of_a_head_postpones_its_deadline(app: App, server: Served
     dripping.cancel()
     assert refused.status == 408
     assert not app.asked
+    # Closed, whatever the client does with its end.
+    await server.until(lambda: not server.state.connections, LATE_SECONDS)
     client.close()
     # As slow a client is served when it is done in time.
     steady = await server.open()
