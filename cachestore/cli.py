@@ -86,7 +86,8 @@ def plan_store(options: StoreOptions) -> StorePlan:
     """
     require_own_kernels()
     if options.block_tokens not in BLOCK_TOKENS:
-        raise StartError(f"--block-tokens {options.block_tokens} is not offered: choose from {BLOCK_TOKENS}")
+        offered = ", ".join(map(str, BLOCK_TOKENS))
+        raise StartError(f"--block-tokens {options.block_tokens} is not offered: choose from {offered}")
     device = _device(options.device)
     dtype: DType = ("fp32" if device == "cpu" else "bf16") if options.dtype == "auto" else options.dtype
     max_running = options.max_running or (32 if device == "cpu" else 256)
@@ -153,9 +154,9 @@ def _max_context_tokens(options: StoreOptions, checkpoint: Checkpoint, blocks: i
         return most
     if wanted > most:
         limit = (
-            f"the cache holds {pool_tokens} tokens: raise --cache-memory, or lower it"
-            if wanted > pool_tokens
-            else f"the model was made for {checkpoint.max_position_tokens}: lower it"
+            f"the model was made for {checkpoint.max_position_tokens}: lower it"
+            if wanted > checkpoint.max_position_tokens
+            else f"the cache holds {pool_tokens} tokens: raise --cache-memory, or lower it"
         )
         raise StartError(f"--max-context {wanted} is too long, {limit}")
     return wanted
@@ -216,6 +217,12 @@ def _run(options: StoreOptions, version: str) -> None:
         limits=limits,
     )
     tokens = limits.blocks * layout.block_tokens
+    if options.max_context_tokens is None and tokens < plan.checkpoint.max_position_tokens:
+        log.warning(
+            "the cache holds %d tokens, the model's context is %d: longer requests are refused; raise --cache-memory",
+            tokens,
+            plan.checkpoint.max_position_tokens,
+        )
     log.info(
         "saltern store %s: %s in %s on %s, cache of %d tokens (%d blocks of %d, the smallest prefix that is reused), "
         "context %d, %s",

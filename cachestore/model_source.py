@@ -16,14 +16,14 @@ _UNWANTED = ["*/*", "consolidated*"]
 
 
 def resolve(model: str | None) -> Path:
-    """The folder of `model`: None is the default model, then a local folder, then an id on the Hugging Face hub.
+    """The folder of `model`: None or its name is the default model, then a local folder, then an id on the hub.
 
     What begins with `/`, `.` or `~`, or can be no hub id, is a path and costs no look at a network.
 
     Raises:
         ModelError: it is nowhere.
     """
-    if model is None:
+    if model is None or model.lower() == default_model.NAME:
         return default_model.ensure()
     path = Path(model).expanduser()
     if path.exists() or model.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(model):

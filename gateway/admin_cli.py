@@ -18,9 +18,15 @@ keys_app = typer.Typer(no_args_is_help=True, help="Create, list and delete a ten
 salts_app = typer.Typer(no_args_is_help=True, help="List and rotate a tenant's salts.")
 
 DataDir = Annotated[
-    Path, typer.Option(envvar="SALTERN_DATA_DIR", default_factory=default_data_dir, help="The server's data directory.")
+    Path,
+    typer.Option(
+        envvar="SALTERN_DATA_DIR",
+        default_factory=default_data_dir,
+        show_default="~/.local/share/saltern",
+        help="Its admin-url and admin-key are used unless SALTERN_ADMIN_URL and SALTERN_ADMIN_KEY are set.",
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, as the API answers.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, as the admin API answers; lists whole.")]
 TenantArgument = Annotated[str, typer.Argument(metavar="TENANT", help="Name or id.")]
 TenantOption = Annotated[str, typer.Option("--tenant", help="Name or id.")]
 
@@ -72,6 +78,8 @@ def create_key(
     as_json: Json = False,
 ) -> None:
     """Create an API key. It is shown once."""
+    if quiet and as_json:
+        raise typer.BadParameter("--quiet prints the key and nothing else: leave it or --json out")
     with _client(data_dir) as client:
         key = client.request("POST", client.tenant_path(tenant) + "/keys", {"name": name})
     if quiet:
@@ -88,7 +96,12 @@ def list_keys(tenant: TenantOption, data_dir: DataDir, as_json: Json = False) ->
 
 
 @keys_app.command("delete")
-def delete_key(key_id: str, tenant: TenantOption, data_dir: DataDir, as_json: Json = False) -> None:
+def delete_key(
+    key_id: Annotated[str, typer.Argument(metavar="KEY", help="An id from `saltern keys list`.")],
+    tenant: TenantOption,
+    data_dir: DataDir,
+    as_json: Json = False,
+) -> None:
     """Delete a key. The next request with it is refused."""
     with _client(data_dir) as client:
         client.request("DELETE", f"{client.tenant_path(tenant)}/keys/{quote(key_id, safe='')}")
@@ -131,7 +144,7 @@ def _print(answer: Any, as_json: bool, text: str) -> None:
 
 def _print_rows(rows: Sequence[dict[str, Any]], columns: Sequence[str], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(json.dumps({"data": rows, "next_cursor": None}, indent=2))
         return
     table = [columns, *[["-" if row[column] is None else str(row[column]) for column in columns] for row in rows]]
     widths = [max(len(line[index]) for line in table) for index in range(len(columns))]

@@ -39,8 +39,12 @@ class AdminClient:
         """
         url = _setting("SALTERN_ADMIN_URL", data_dir / "admin-url")
         key = _setting("SALTERN_ADMIN_KEY", data_dir / "admin-key")
+        # As `saltern serve` prints it, or without the path.
+        root = url.rstrip("/").removesuffix("/admin/v1")
+        if not root.startswith(("http://", "https://")):
+            raise AdminClientError("SALTERN_ADMIN_URL must be a URL such as http://127.0.0.1:8001")
         try:
-            return cls(url, Secret(key.encode("ascii")))
+            return cls(root, Secret(key.encode("ascii")))
         except (httpx.InvalidURL, UnicodeEncodeError):
             raise AdminClientError("SALTERN_ADMIN_URL must be a URL and SALTERN_ADMIN_KEY an admin key") from None
 

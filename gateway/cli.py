@@ -42,7 +42,13 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(salts_app, name="salts")
 
 DataDir = Annotated[
-    Path, typer.Option(envvar="SALTERN_DATA_DIR", default_factory=default_data_dir, help="Database, keys and socket.")
+    Path,
+    typer.Option(
+        envvar="SALTERN_DATA_DIR",
+        default_factory=default_data_dir,
+        show_default="~/.local/share/saltern",
+        help="Database, keys and socket.",
+    ),
 ]
 DatabaseUrl = Annotated[
     str | None, typer.Option(envvar="SALTERN_DATABASE_URL", help="Default saltern.db in the data directory.")
@@ -55,6 +61,10 @@ Socket = Annotated[
 ]
 Model = Annotated[
     str | None, typer.Option(envvar="SALTERN_MODEL", help="A model folder or hub id; default SmolLM2-135M-Instruct.")
+]
+TokenizerDir = Annotated[
+    str | None,
+    typer.Option(envvar="SALTERN_MODEL", help="A folder with the store's tokenizer files; default the store's own."),
 ]
 ModelName = Annotated[
     str | None, typer.Option(envvar="SALTERN_MODEL_NAME", help="What clients call it; default the folder's name.")
@@ -89,16 +99,20 @@ Threads = Annotated[int | None, typer.Option(envvar="SALTERN_THREADS", min=1, he
 LifeDescriptor = Annotated[int | None, typer.Option(hidden=True)]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version("saltern"))
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
+def root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     with _refusals():
         check_environment(os.environ, _setting_variables())
-
-
-@app.command("version")
-def show_version() -> None:
-    """Print the version."""
-    typer.echo(version("saltern"))
 
 
 @app.command()
@@ -158,7 +172,7 @@ def serve(
 @app.command("gateway")
 def gateway_only(
     data_dir: DataDir,
-    model: Model = None,
+    model: TokenizerDir = None,
     model_name: ModelName = None,
     database_url: DatabaseUrl = None,
     kek_file: KekFile = None,
@@ -168,7 +182,7 @@ def gateway_only(
     admin_port: AdminPort = 8001,
     drain_seconds: Drain = 4.0,
 ) -> None:
-    """Serve through a store that was started with `saltern store`."""
+    """Serve through a store that was started with `saltern store`; waits for it, and finds it again."""
     with _refusals():
         settings = Settings.of(
             data_dir=data_dir,

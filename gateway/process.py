@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import logging
 import os
 import resource
 import signal
@@ -22,14 +24,16 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from cachestore.protocol import Welcome
 from gateway.admin_client import default_data_dir
 from gateway.app import Gateway, open_gateway
 from gateway.http.connection import Connection
+from gateway.served_model import ServedModel
 from gateway.settings import Settings, SettingsError
 from gateway.supervisor import StoreEnded, Supervisor, store_command
 from gateway.tenants.database import CannotOpen
 from gateway.tenants.vault import VaultError
+
+log = logging.getLogger("saltern.gateway")
 
 REFUSALS = (SettingsError, CannotOpen, VaultError)
 
@@ -87,6 +91,8 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
             if store_arguments is not None:
                 command = store_command(store_arguments)
                 supervisors.append(Supervisor(command, settings.socket, lambda: gateway.link.heard_at))
+            else:
+                log.info("waiting for a store at %s", settings.socket)
             watching = [asyncio.create_task(supervisor.run()) for supervisor in supervisors]
             announcing = asyncio.create_task(
                 _announce(gateway, supervisors, settings, _url(settings.host, tenant_socket), admin_url, admin_key)
@@ -103,6 +109,8 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
             finally:
                 announcing.cancel()
                 stopping.cancel()
+                if stop.is_set():
+                    log.info("stopping: answers have %g s; a second signal ends at once", settings.drain_seconds)
                 await gateway.completions.drain(settings.drain_seconds)
                 for server in servers:
                     server.should_exit = server.force_exit = True
@@ -127,7 +135,8 @@ def _bind(option: str, host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = error.strerror or str(error)
-        raise SettingsError(f"can't listen on {host} port {port} ({reason}): choose another {option}") from None
+        remedy = "--host" if error.errno == errno.EADDRNOTAVAIL else option
+        raise SettingsError(f"can't listen on {host} port {port} ({reason}): choose another {remedy}") from None
     listener.listen(2048)
     listener.setblocking(False)
     return listener
@@ -207,24 +216,29 @@ async def _announce(
     model = await gateway.link.first_model()
     for supervisor in supervisors:
         supervisor.settled()
-    print(_banner(settings, model.name, model.store, url, admin_url, admin_key), flush=True)
+    print(_banner(settings, model, url, admin_url, admin_key), flush=True)
 
 
-def _banner(
-    settings: Settings, model_name: str, store: Welcome, url: str, admin_url: str, admin_key: Path
-) -> str:
+def _banner(settings: Settings, model: ServedModel, url: str, admin_url: str, admin_key: Path) -> str:
     """What runs where, and lines that work when pasted into a second terminal."""
-    geometry, limits = store.geometry, store.limits
-    cache_tokens = limits.blocks * geometry.block_tokens
+    geometry, limits = model.store.geometry, model.store.limits
     activate = Path(sys.prefix) / "bin" / "activate"
+    if model.template.exists:
+        path, asked = "chat/completions", '"messages": [{"role": "user", "content": "What is salt made of?"}]'
+        call, answer = "chat.completions", "message.content"
+        argument = 'messages=[{"role": "user", "content": "What is salt made of?"}]'
+    else:
+        path, asked = "completions", '"prompt": "Salt is made of"'
+        call, answer, argument = "completions", "text", 'prompt="Salt is made of"'
+    body = f'{{"model": "{model.name}", {asked}, "max_tokens": 64}}'
     lines = [
         f"Saltern {version('saltern')}",
         f"  tenant API   {url}/v1",
         f"  admin API    {admin_url}/admin/v1 (key: {admin_key})",
-        f"  model        {model_name} ({store.dtype}, context {limits.max_context_tokens} tokens)",
-        f"  cache        {cache_tokens} tokens in {limits.blocks} blocks; the smallest prefix that is reused is "
-        f"{geometry.block_tokens} tokens",
-        f"  data         {settings.data_dir} (a backup of it holds the database and the key that opens it)",
+        f"  model        {model.name} ({model.store.dtype}, context {limits.max_context_tokens} tokens)",
+        f"  cache        {limits.blocks * geometry.block_tokens} tokens in {limits.blocks} blocks; the smallest prefix "
+        f"that is reused is {geometry.block_tokens} tokens",
+        f"  data         {settings.data_dir}",
         "",
         "In a second terminal:",
         "",
@@ -232,17 +246,17 @@ def _banner(
         *([f"export SALTERN_DATA_DIR={settings.data_dir}"] if settings.data_dir != default_data_dir() else []),
         "saltern tenants create demo",
         "export OPENAI_API_KEY=$(saltern keys create --tenant demo --quiet)",
-        f"""curl -s {url}/v1/chat/completions -H "Authorization: Bearer $OPENAI_API_KEY" """
-        f"""-H 'Content-Type: application/json' -d '{{"model": "{model_name}", """
-        """"messages": [{"role": "user", "content": "What is salt made of?"}], "max_tokens": 64}'""",
+        f"""curl -s {url}/v1/{path} -H "Authorization: Bearer $OPENAI_API_KEY" """
+        f"""-H 'Content-Type: application/json' -d '{body}'; echo""",
         "",
         "pip install --quiet openai",
         "python - <<'EOF'",
         "from openai import OpenAI",
         f'client = OpenAI(base_url="{url}/v1")',
-        f'print(client.chat.completions.create(model="{model_name}", max_tokens=64, '
-        'messages=[{"role": "user", "content": "What is salt made of?"}]).choices[0].message.content)',
+        f'print(client.{call}.create(model="{model.name}", max_tokens=64, {argument}).choices[0].{answer})',
         "EOF",
+        "",
+        "Ctrl-C stops it.",
         "",
     ]
     return "\n".join(lines)

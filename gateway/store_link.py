@@ -182,6 +182,7 @@ class StoreLink:
             raise StoreLost("the store went away before it took requests")
         self._connection = Connection(client, model, time.monotonic(), self._early_losses)
         self.connected.set()
+        log.info("connected to store %s, which serves %s", client.welcome.store, model.name)
         await client.closed.wait()
 
     async def _open_model(self, client: StoreClient) -> ServedModel:

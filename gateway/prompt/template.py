@@ -41,6 +41,11 @@ class ChatTemplate:
         self._variables = files.special_tokens
         self._tokenizer = tokenizer
 
+    @property
+    def exists(self) -> bool:
+        """Whether the model has a template; without one it takes no chats."""
+        return self._source is not None
+
     def prompt(self, messages: list[dict[str, str]], recall: Recall = nothing_remembered) -> Prompt:
         """The prompt of a chat, with the start of the assistant's turn.
 

@@ -198,4 +198,6 @@ def _create(path: Path) -> None:
         os.close(directory)
     except OSError as error:
         raise VaultError(f"the key-encryption key {path} cannot be made: {error.strerror}") from None
-    logger.warning("made the key-encryption key %s: a backup of that directory holds both it and the secrets", path)
+    logger.warning(
+        "made the key-encryption key %s; a backup of its directory may hold both it and the secrets that it opens", path
+    )

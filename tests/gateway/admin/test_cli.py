@@ -72,14 +72,14 @@ async def test_every_command_in_json_and_in_words(tmp_path: Path) -> None:
         tenant = json.loads((await saltern("tenants", "create", "demo", "--json", env=env)).stdout)
         assert json.loads((await saltern("tenants", "get", "demo", "--json", env=env)).stdout) == tenant
         assert json.loads((await saltern("tenants", "get", tenant["id"], "--json", env=env)).stdout) == tenant
-        assert json.loads((await saltern("tenants", "list", "--json", env=env)).stdout) == [tenant]
+        assert json.loads((await saltern("tenants", "list", "--json", env=env)).stdout)["data"] == [tenant]
         assert tenant["id"] in (await saltern("tenants", "list", env=env)).stdout
         assert "name: demo" in (await saltern("tenants", "get", "demo", env=env)).stdout
 
         key = json.loads((await saltern("keys", "create", "--tenant=demo", "--name=one", "--json", env=env)).stdout)
         shown = (await saltern("keys", "create", "--tenant", "demo", env=env)).stdout
         assert "shown this once" in shown
-        listed = json.loads((await saltern("keys", "list", "--tenant", "demo", "--json", env=env)).stdout)
+        listed = json.loads((await saltern("keys", "list", "--tenant", "demo", "--json", env=env)).stdout)["data"]
         assert [row["name"] for row in listed] == ["one", None]
         table = (await saltern("keys", "list", "--tenant", "demo", env=env)).stdout
         assert key["id"] in table
@@ -91,7 +91,7 @@ async def test_every_command_in_json_and_in_words(tmp_path: Path) -> None:
         assert "3 blocks" in (await saltern("salts", "rotate", "--tenant", "demo", env=env)).stdout
         admin.link.answer = None
         assert "no store answered" in (await saltern("salts", "rotate", "--tenant", "demo", env=env)).stdout
-        salts = json.loads((await saltern("salts", "list", "--tenant", "demo", "--json", env=env)).stdout)
+        salts = json.loads((await saltern("salts", "list", "--tenant", "demo", "--json", env=env)).stdout)["data"]
         assert [row["state"] for row in salts] == ["dropped", "dropped", "dropping", "active"]
         assert "dropping" in (await saltern("salts", "list", "--tenant", "demo", env=env)).stdout
 
@@ -103,7 +103,8 @@ async def test_lists_longer_than_a_page_are_whole(tmp_path: Path) -> None:
     async with listening(tmp_path) as admin:
         for number in range(51):
             await admin.door.registry.create_tenant(f"t{number}")
-        rows = json.loads((await saltern("tenants", "list", "--json", env={"SALTERN_DATA_DIR": str(tmp_path)})).stdout)
+        listed = await saltern("tenants", "list", "--json", env={"SALTERN_DATA_DIR": str(tmp_path)})
+        rows = json.loads(listed.stdout)["data"]
         assert [row["name"] for row in rows] == [f"t{number}" for number in range(51)]
 
 
