@@ -5,6 +5,7 @@ On the default model over a real port, and on a model that spells its answers in
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,9 +15,22 @@ from typing import Any
 import httpx
 import pytest
 
+from cachestore.protocol import Finished
 from gateway.app import open_gateway
 from tests.system.in_process import Customer, InProcess, in_process
-from tests.system.scripted import CHAT, END, START, ScriptedRunner, Words, byte_ids, idle, submissions, tokens_of
+from tests.system.scripted import (
+    CHAT,
+    END,
+    START,
+    ScriptedRunner,
+    Words,
+    byte_ids,
+    events_of,
+    idle,
+    submissions,
+    tokens_of,
+    until,
+)
 from tests.system.support import Server, Tenant
 from tests.system.wire import streamed, text_of
 
@@ -149,11 +163,14 @@ async def test_the_next_turn_is_sent_as_it_was_generated_and_not_as_its_text_tok
         first, second = map(tokens_of, submitted)
         assert second[: len(first) + 3] == [*first, *spelt, END]
         assert cached(chat.usage) == BLOCK_TOKENS * ((len(first) + 2) // BLOCK_TOKENS)
-        # Who did not get that answer sends the same text in other tokens; so does its owner under another scope.
-        for who, fields in ((stranger, {}), (customer, {"cache_salt": "other"})):
+        # Who did not get that answer sends the same text in other tokens; so does its owner under another scope, and
+        # in another epoch.
+        for who, fields in ((stranger, {}), (customer, {"cache_salt": "other"}), (customer, None)):
+            if fields is None:
+                await inside.rotate(customer)
             other = Chat(inside, who)
             other.messages = chat.messages[:2]
-            await other.ask("Again.", **fields)
+            await other.ask("Again.", **(fields or {}))
             assert tokens_of(submitted.pop())[: len(first) + 6] == [*first, *byte_ids("hello"), END]
 
 
@@ -235,6 +252,52 @@ async def test_control_tokens_that_an_answer_spells_in_letters_are_found_as_lett
         first = tokens_of(submitted[-1])
         await chat.ask("More.")
         assert tokens_of(submitted[-1])[: len(first) + 4] == [*first, *spelt, END]
+
+
+@pytest.mark.anyio
+async def test_blocks_of_an_answer_are_named_as_they_fill(tmp_path: Path) -> None:
+    async with odd_speller(tmp_path) as (inside, runner, words):
+        customer = await inside.customer("a")
+        runner.script(*words.ids(*["he", "llo"] * 40))
+        runner.close()
+        asking = asyncio.create_task(Chat(inside, customer).ask("Hi.", max_tokens=60))
+        for _ in range(50):
+            await until(lambda: runner.waiting)
+            runner.let()
+        await until(lambda: runner.waiting)
+        (sequence,) = inside.engine.scheduler.running
+        computed_blocks = sequence.computed_tokens // BLOCK_TOKENS
+        # The name of a block comes after its last token did: what it may be behind by is a block.
+        assert len(list(inside.engine.index.names())) >= computed_blocks - 1 > sequence.prompt_tokens // BLOCK_TOKENS
+        runner.open()
+        await asking
+
+
+@pytest.mark.anyio
+async def test_a_preempted_answer_keeps_its_names(tmp_path: Path) -> None:
+    words, runner = Words.write(tmp_path / "model", *WORDS), ScriptedRunner()
+    async with in_process(tmp_path, words.directory, 11, runner=runner) as inside:
+        runner.script(*words.ids(*["he", "llo"] * 40))
+        runner.close()
+        first, second = [Chat(inside, await inside.customer(name)) for name in ("a", "b")]
+        said = events_of(inside)
+        asking = [asyncio.create_task(first.ask("Hi.", max_tokens=80))]
+        await until(lambda: runner.waiting)
+        asking.append(asyncio.create_task(second.ask("Hi.", max_tokens=80)))
+        while len(inside.engine.scheduler.running) < 2:
+            await until(lambda: runner.waiting)
+            runner.let()
+            await asyncio.sleep(0.005)
+        runner.open()
+        await asyncio.gather(*asking)
+        await idle(inside)
+        preempted = [event.counts.preemptions for event in said if isinstance(event, Finished)]
+        assert preempted == [0, 1]
+        # It ended last, so nothing of it has given way.
+        promised = whole_blocks(second.usage)
+        await second.ask("More.", max_tokens=4)
+        assert cached(second.usage) >= promised > 90
+        await idle(inside)
 
 
 @pytest.mark.anyio

@@ -260,6 +260,7 @@ async def mixed_load(folder: Path, count: int, seconds: float) -> None:
     print(f"seed {seed}")
     draw = random.Random(seed)
     model = Words.write(folder / "model")
+    # One wrong block changes nearly every answer to up to 600 tokens of it; among thousands it may be averaged away.
     save_small_model(model.directory, "llama", vocab_size=259, max_position_embeddings=4096)
     options = cli.StoreOptions(model=str(model.directory), socket=folder / "none.sock", threads=1, device="cpu")
     plan = cli.plan_store(options)
