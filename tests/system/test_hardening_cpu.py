@@ -21,8 +21,8 @@ from tests.system.in_process import Customer, in_process
 pytestmark = pytest.mark.anyio
 
 LIMIT_SECONDS = 0.050
-# The least of so many is what it costs; more is what else the machine does.
-TRIES = 8
+# The least of some tries is what it costs; more is what else the machine does, so a busy one is tried more often.
+TRIES, MOST_TRIES = 3, 50
 TEXT, CHAT = b"/v1/completions", b"/v1/chat/completions"
 MODEL = b'{"model":"smollm2-135m-instruct",'
 
@@ -158,14 +158,14 @@ BODIES: dict[str, tuple[bytes, Callable[[], bytes]]] = {
 
 async def cost(door: Door, request: bytes) -> tuple[float, Answer]:
     """The least CPU seconds of several tries, of all threads, and the answer."""
-    seconds = []
-    for _ in range(TRIES):
+    least = float("inf")
+    for tries in range(MOST_TRIES):
         began = time.process_time()
         (answer,) = await door.port.exchange(request)
-        seconds.append(time.process_time() - began)
-        if seconds[-1] < LIMIT_SECONDS / 2:
+        least = min(least, time.process_time() - began)
+        if tries >= TRIES and least < LIMIT_SECONDS:
             break
-    return min(seconds), answer
+    return least, answer
 
 
 def refused(answer: Answer) -> str:
