@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from gateway import process
 from gateway.http import connection
 from tests.gateway.http.sockets import Client, Served, served
 
@@ -168,6 +169,22 @@ async def test_the_deadline_counts_anew_for_each_request_and_not_between_them(se
     assert refused.status == 408
     watch.assert_about(HEAD_SECONDS)
     client.close()
+
+
+async def test_a_connection_on_which_nothing_more_is_asked_is_kept_for_a_while_and_no_longer(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "KEEPALIVE_SECONDS", 1)
+    async with served(app) as server:
+        client = await server.open()
+        for _ in range(2):
+            assert (await client.send(GET).answer()).status == 200
+            await asyncio.sleep(2 * HEAD_SECONDS)
+        assert (await client.send(GET).answer()).status == 200
+        watch = Stopwatch()
+        assert await client.rest() == []
+        watch.assert_about(1)
+        client.close()
 
 
 @pytest.fixture
