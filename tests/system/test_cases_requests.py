@@ -232,7 +232,7 @@ def test_b129_every_refusal_has_the_form_that_clients_read(server: Server, tenan
 
 def test_a_field_that_would_change_the_answer_and_is_not_served_is_refused_by_name(tenant: Tenant) -> None:
     fields = {
-        "n": 2,
+        "echo": True,
         "logprobs": True,
         "top_logprobs": 3,
         "tools": [{"type": "function", "function": {"name": "f"}}],
