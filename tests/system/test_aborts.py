@@ -28,7 +28,8 @@ from tests.system.scripted import CHAT, TEXT, ScriptedRunner, Words, arrivals, e
 pytestmark = pytest.mark.anyio
 
 KINDS = [(path, stream) for path in (CHAT, TEXT) for stream in (False, True)]
-EACH = 20
+# Of each kind: five make twenty in a phase.
+each = pytest.mark.parametrize("each", [5, pytest.param(20, marks=pytest.mark.once)])
 WITHIN_SECONDS = 1.0
 STEP_TOKENS = 32
 PROMPT_CHARACTERS = 100
@@ -165,12 +166,13 @@ async def scene(folder: Path, **limited: int) -> AsyncIterator[Scene]:
         await idle(inside)
 
 
-async def test_aborts_hit_requests_that_wait(tmp_path: Path) -> None:
+@each
+async def test_aborts_hit_requests_that_wait(tmp_path: Path, each: int) -> None:
     async with scene(tmp_path, max_running=1) as s:
         staying = await s.ask(TEXT, True, max_tokens=1900)
         await s.submitted(1)
         await s.step()
-        for number, (path, stream) in enumerate(KINDS * EACH, 2):
+        for number, (path, stream) in enumerate(KINDS * each, 2):
             client = await s.ask(path, stream)
             await s.submitted(number)
             await s.step()
@@ -179,15 +181,16 @@ async def test_aborts_hit_requests_that_wait(tmp_path: Path) -> None:
             await s.leave(client, sequence)
             assert s.rows(sequence) == 0
             assert s.inside.engine.scheduler.waiting.head() is None
-        assert s.ended() == {"aborted": len(KINDS) * EACH}
+        assert s.ended() == {"aborted": len(KINDS) * each}
         # What they waited behind was not disturbed.
         s.runner.open()
         assert (await staying.answer()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
-async def test_aborts_hit_requests_that_prefill(tmp_path: Path) -> None:
+@each
+async def test_aborts_hit_requests_that_prefill(tmp_path: Path, each: int) -> None:
     async with scene(tmp_path, max_running=8) as s:
-        for number, (path, stream) in enumerate(KINDS * EACH, 1):
+        for number, (path, stream) in enumerate(KINDS * each, 1):
             client = await s.ask(path, stream)
             await s.submitted(number)
             await s.step()
@@ -197,12 +200,13 @@ async def test_aborts_hit_requests_that_prefill(tmp_path: Path) -> None:
             await s.leave(client, sequence)
             assert sequence.output_tokens == 0
             assert s.inside.engine.pool.held == 0
-        assert s.ended() == {"aborted": len(KINDS) * EACH}
+        assert s.ended() == {"aborted": len(KINDS) * each}
 
 
-async def test_aborts_hit_requests_that_decode(tmp_path: Path) -> None:
+@each
+async def test_aborts_hit_requests_that_decode(tmp_path: Path, each: int) -> None:
     async with scene(tmp_path, max_running=8) as s:
-        for number, (path, stream) in enumerate(KINDS * EACH, 1):
+        for number, (path, stream) in enumerate(KINDS * each, 1):
             client = await s.ask(path, stream)
             await s.submitted(number)
             await s.step()
@@ -213,13 +217,14 @@ async def test_aborts_hit_requests_that_decode(tmp_path: Path) -> None:
             await s.leave(client, sequence)
             assert sequence.output_tokens <= 4
             assert s.inside.engine.pool.held == 0
-        assert s.ended() == {"aborted": len(KINDS) * EACH}
+        assert s.ended() == {"aborted": len(KINDS) * each}
 
 
-async def test_aborts_hit_requests_that_have_finished(tmp_path: Path) -> None:
+@each
+async def test_aborts_hit_requests_that_have_finished(tmp_path: Path, each: int) -> None:
     """The engine has finished and waits for the last names; its gateway does not know yet when the client leaves."""
     async with scene(tmp_path, max_running=8) as s:
-        for number, (path, stream) in enumerate(KINDS * EACH, 1):
+        for number, (path, stream) in enumerate(KINDS * each, 1):
             client = await s.ask(path, stream, max_tokens=3)
             await s.submitted(number)
             await s.step()
@@ -232,12 +237,12 @@ async def test_aborts_hit_requests_that_have_finished(tmp_path: Path) -> None:
             assert s.inside.engine.pool.held > 0
             await s.leave(client, sequence)
             assert s.inside.engine.pool.held == 0
-        assert s.ended() == {"length": len(KINDS) * EACH}
+        assert s.ended() == {"length": len(KINDS) * each}
 
 
 async def test_a_client_that_leaves_ends_all_choices_of_all_prompts(tmp_path: Path) -> None:
     async with scene(tmp_path, max_running=5) as s:
-        for stream in (False, True) * 5:
+        for stream in (False, True) * 3:
             prompts = [f"{next(s._numbers)} ".ljust(40, "x") for _ in range(2)]
             before = sum(isinstance(message, Submit) for message in s.arrived)
             client = await s.ask(TEXT, stream, prompt=prompts, n=3)

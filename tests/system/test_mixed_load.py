@@ -29,6 +29,7 @@ from cachestore.protocol import Finished, Message, Sampling, Submit, Tokens
 from cachestore.sampling import sample
 from cachestore.scheduler import Row
 from gateway.prompt.detokenize import Detokenizer
+from gateway.prompt.tokens import Tokenizer
 from tests.cachestore.small_models import save_small_model
 from tests.cachestore.support import Harness
 from tests.system.in_process import BLOCK_TOKENS, Customer, InProcess, in_process
@@ -47,16 +48,18 @@ STEP_TOKENS = 256
 
 
 class Observing(ModelRunner):
-    """Keeps, for each token it samples, by how much its logit was above the second best."""
+    """Keeps, for each token that a request samples, by how much its logit was above the second best."""
 
-    gaps: list[float]
+    gaps: dict[int, list[float]]
 
     def launch(self, rows: Sequence[Row]) -> InFlight:
         batch = Batch.from_rows(rows, self.block_tokens, self.model.device)
         logits = self.model.logits(batch, self.cache, batch.sample_rows)
         if len(batch.sample_rows):
             best = logits.topk(2, dim=-1).values
-            self.gaps += (best[:, 0] - best[:, 1]).tolist()
+            gaps = (best[:, 0] - best[:, 1]).tolist()
+            for row, gap in zip([row for row in rows if row.samples], gaps, strict=True):
+                self.gaps.setdefault(row.sequence.request, []).append(gap)
         return InFlight(sample(logits, batch.sampling))
 
 
@@ -75,36 +78,61 @@ class Checking(ModelRunner):
 
 
 class Cold:
-    """Answers of an engine of its own, one request at a time, nothing cached."""
+    """Answers of an engine of its own, in which no request finds anything: each has an account to itself.
 
-    def __init__(self, runner: ModelRunner, layout: BlockLayout, vocabulary_tokens: int) -> None:
-        cache = KVCache(layout, BLOCKS, runner.model.dtype, runner.model.device)
-        self._runner = Observing(runner.model, cache, BLOCK_TOKENS)
-        self._vocabulary_tokens = vocabulary_tokens
-        self._known: dict[bytes, tuple[list[int], list[float]]] = {}
+    Args:
+        wanted: how many tokens at most of the answer to which prompt (u32le each).
+        together: how many requests run beside each other.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        layout: BlockLayout,
+        vocabulary_tokens: int,
+        wanted: dict[bytes, int],
+        together: int,
+    ) -> None:
+        self._answers: dict[bytes, tuple[list[int], list[float]]] = {}
+        prompts = list(wanted)
+        blocks = together * BLOCKS
+        cache = KVCache(layout, blocks, runner.model.dtype, runner.model.device)
+        for start in range(0, len(prompts), together):
+            observing = Observing(runner.model, cache, BLOCK_TOKENS)
+            observing.gaps = {}
+            store = Harness(
+                observing,
+                blocks=blocks,
+                block_tokens=BLOCK_TOKENS,
+                step_tokens=STEP_TOKENS,
+                max_running=together,
+                vocabulary_tokens=vocabulary_tokens,
+            )
+            group = prompts[start : start + together]
+            answers = [
+                store.submit(
+                    array("I", prompt),
+                    account=number.to_bytes(16, "big"),
+                    max_tokens=wanted[prompt],
+                    sampling=Sampling(temperature=0, stop_token_ids=[END]),
+                )
+                for number, prompt in enumerate(group)
+            ]
+            store.run(*answers)
+            for prompt, answer in zip(group, answers, strict=True):
+                assert answer.cached_tokens == 0
+                self._answers[prompt] = answer.tokens, observing.gaps[answer.request]
 
     def answer(self, prompt: list[int], max_tokens: int) -> tuple[list[int], bool]:
         """The tokens that are certain, and whether they are the whole answer."""
-        key = array("I", prompt).tobytes()
-        tokens, gaps = self._known.get(key, ([], []))
-        if len(tokens) < max_tokens and tokens[-1:] != [END]:
-            tokens, gaps = self._known[key] = self._run(prompt, max_tokens)
+        tokens, gaps = self._answers[encoded(prompt)]
         count = min(max_tokens, len(tokens))
         certain = next((at for at, gap in enumerate(gaps[:count]) if gap < CLOSE), count)
         return tokens[:certain], certain == count
 
-    def _run(self, prompt: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
-        self._runner.gaps = []
-        store = Harness(
-            self._runner,
-            blocks=BLOCKS,
-            block_tokens=BLOCK_TOKENS,
-            step_tokens=STEP_TOKENS,
-            vocabulary_tokens=self._vocabulary_tokens,
-        )
-        answer = store.complete(prompt, max_tokens=max_tokens, sampling=Sampling(temperature=0, stop_token_ids=[END]))
-        assert answer.cached_tokens == 0
-        return answer.tokens, self._runner.gaps
+
+def encoded(prompt: list[int]) -> bytes:
+    return array("I", prompt).tobytes()
 
 
 @dataclass
@@ -220,11 +248,11 @@ async def send(http: httpx.AsyncClient, request: Request) -> bool:
 class Comparison:
     """Holds what was answered to the cold runs, as far as those are certain."""
 
-    def __init__(self, cold: Cold, inside: InProcess) -> None:
+    def __init__(self, cold: Cold, tokenizer: Tokenizer) -> None:
         self.compared_tokens = self.sampled_tokens = 0
         self.answers: set[bytes] = set()
         self._cold = cold
-        self._tokenizer = inside.gateway.link.connection().model.tokenizer
+        self._tokenizer = tokenizer
 
     def engine(self, sampled: Sampled) -> None:
         for request, tokens in sampled.tokens.items():
@@ -255,7 +283,7 @@ class Comparison:
             assert request.usage["completion_tokens"] == counted
 
 
-async def mixed_load(folder: Path, count: int, seconds: float) -> None:
+async def mixed_load(folder: Path, count: int, *, together: int, seconds: float) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     draw = random.Random(seed)
@@ -297,34 +325,38 @@ async def mixed_load(folder: Path, count: int, seconds: float) -> None:
             await asyncio.gather(*(client(http) for _ in range(CLIENTS)))
         await idle(inside)
         report = inside.engine.stats(pushed=False)
-        comparison = Comparison(Cold(loaded, plan.layout, limits.vocabulary_tokens), inside)
-        comparison.engine(sampled)
-        for request in stayed:
-            comparison.client(request)
-        # Neither is the model one that answers everything alike, nor the pool one that has room.
-        assert len(comparison.answers) > len(asked) / 2
-        share = comparison.compared_tokens / comparison.sampled_tokens
-        total_tokens = sum(request.tokens for request in asked)
-        print(
-            f"{len(stayed)} of {count} stayed; {len(sampled.prompts)} submissions of {total_tokens} tokens in a pool "
-            f"of {BLOCKS * BLOCK_TOKENS}; ended {dict(sampled.ended)}; {report.preemptions} preemptions, "
-            f"{report.evictions} evictions, {report.steps} steps of {report.computed_tokens} tokens; "
-            f"{share:.4f} of {comparison.sampled_tokens} sampled tokens compared"
-        )
-        assert total_tokens > 10 * BLOCKS * BLOCK_TOKENS
-        assert share > 0.98
-        assert len(stayed) > 0.7 * count
-        assert sampled.ended["aborted"]
-        assert report.preemptions
-        assert report.evictions
+        tokenizer = inside.gateway.link.connection().model.tokenizer
+    wanted: dict[bytes, int] = {}
+    for prompt, max_tokens in [(prompt, each.body["max_tokens"]) for each in asked for prompt in each.prompts]:
+        wanted[encoded(prompt)] = max(max_tokens, wanted.get(encoded(prompt), 0))
+    comparison = Comparison(Cold(loaded, plan.layout, limits.vocabulary_tokens, wanted, together), tokenizer)
+    comparison.engine(sampled)
+    for request in stayed:
+        comparison.client(request)
+    # Neither is the model one that answers everything alike, nor the pool one that has room.
+    assert len(comparison.answers) > len(asked) / 2
+    share = comparison.compared_tokens / comparison.sampled_tokens
+    total_tokens = sum(request.tokens for request in asked)
+    print(
+        f"{len(stayed)} of {count} stayed; {len(sampled.prompts)} submissions of {total_tokens} tokens in a pool "
+        f"of {BLOCKS * BLOCK_TOKENS}; ended {dict(sampled.ended)}; {report.preemptions} preemptions, "
+        f"{report.evictions} evictions, {report.steps} steps of {report.computed_tokens} tokens; "
+        f"{share:.4f} of {comparison.sampled_tokens} sampled tokens compared"
+    )
+    assert total_tokens > 10 * BLOCKS * BLOCK_TOKENS
+    assert share > 0.98
+    assert len(stayed) > 0.7 * count
+    assert sampled.ended["aborted"]
+    assert report.preemptions
+    assert report.evictions
 
 
 @pytest.mark.anyio
 async def test_mixed_requests_answer_as_each_alone(tmp_path: Path) -> None:
-    await mixed_load(tmp_path, 80, 120)
+    await mixed_load(tmp_path, 80, together=16, seconds=120)
 
 
 @pytest.mark.once
 @pytest.mark.anyio
 async def test_500_mixed_requests_answer_as_each_alone(tmp_path: Path) -> None:
-    await mixed_load(tmp_path, 500, 900)
+    await mixed_load(tmp_path, 500, together=1, seconds=900)
