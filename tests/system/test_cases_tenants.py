@@ -111,7 +111,7 @@ def test_b200_a_credential_of_any_bytes_is_refused_and_breaks_nothing(server: Se
     large = with_authorization(server, b"Bearer " + b"x" * 100_000)
     assert large.status == 431
     assert large.error()["type"] == "invalid_request_error"
-    many = exchange(server.url, b"GET /livez HTTP/1.1\r\n" + b"a: b\r\n" * 101 + b"\r\n")
+    many = exchange(server.url, b"GET /livez HTTP/1.1\r\nHost: saltern\r\n" + b"a: b\r\n" * 101 + b"\r\n")
     assert many.status == 431
     assert with_authorization(server, valid).status == 200
     assert "Traceback" not in server.log()

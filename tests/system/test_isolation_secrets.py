@@ -134,7 +134,7 @@ def test_line_48_canaries_of_prompts_and_keys_show_in_no_log_line_and_no_error(
         (body | {"stop": {CANARY: CANARY}}, 400),
         (body | {"cache_salt": CANARY * 40}, 400),
         (body | {"prompt_cache_key": CANARY * 40}, 400),
-        (body | {"prompt": [CANARY]}, 400),
+        (body | {"prompt": [CANARY, 1]}, 400),
         (body | {"prompt": {CANARY: CANARY}}, 400),
         (body | {"priority": CANARY}, 400),
         (body | {"logit_bias": {CANARY: 1}}, 400),
