@@ -12,9 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import uvloop
 
+from cachestore.client import StoreLost
+from cachestore.protocol import Ping
 from gateway import supervisor as module
 from gateway.supervisor import StoreEnded, Supervisor
+from tests.cachestore.serving import complete, connected, serving, submit
 from tests.system.served import PATIENCE_SECONDS, children, until
 
 pytestmark = pytest.mark.anyio
@@ -206,3 +210,21 @@ async def test_a_supervisor_that_stood_still_itself_takes_nobodys_silence_from_i
         heard_at = time.monotonic()
         await until(lambda: looks > before + 4)
     assert not caplog.messages
+
+
+def test_a_connection_that_goes_is_lost_to_whoever_sends_at_that_moment(tmp_path: Path) -> None:
+    """Between the end of the transport and its being heard of; the gateway's loop closes it under its writers."""
+
+    async def send_while_it_goes() -> None:
+        async with serving(tmp_path) as server, connected(server) as client:
+            assert await complete(client, [1] * 9)
+            client._writer.transport.abort()
+            for _ in range(5):
+                with pytest.raises(StoreLost):
+                    submit(client, [1] * 9)
+                client.send_if_open(Ping())
+                await asyncio.sleep(0)
+            await client.closed.wait()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(send_while_it_goes())
