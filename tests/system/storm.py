@@ -173,7 +173,7 @@ class Storm:
     def check_answers(self) -> None:
         """All ended in a way that is promised, and what was answered is right."""
         for asked in self.asked:
-            assert asked.end in ("answered", "error event", "refused 503"), asked.end
+            assert asked.end in ("answered", "error event", "refused 503"), f"{asked.end}\n{self._server.log()}"
             if asked.end == "answered":
                 said = events(asked.body) if asked.stream else []
                 text = text_of(said[:-1]) if asked.stream else httpx.Response(200, content=asked.body).json()
