@@ -194,7 +194,9 @@ class Completions:
     async def text(self, request: Request) -> ASGIApp:
         body, ignored = read_generation_request(await read_object(request), CompletionRequest)
         connection = self._serving(body.model)
-        model, prompts = connection.model, body.prompts()
+        model, wanted, prompts = connection.model, body.generation(), body.prompts()
+        # Before anything is tokenised.
+        generation.check_submissions(len(prompts), wanted.n)
         for prompt in prompts:
             if isinstance(prompt, str):
                 _check_size(model, len(prompt.encode("utf-8")))
@@ -205,7 +207,7 @@ class Completions:
             tokenizer = model.tokenizer
             return [tokenizer.completion(p) if isinstance(p, str) else tokenizer.given(p) for p in prompts]
 
-        return self._respond(request.state.principal, connection, TextShape, body.generation(), ignored, tokenise)
+        return self._respond(request.state.principal, connection, TextShape, wanted, ignored, tokenise)
 
     def _serving(self, model: str) -> Connection:
         if self.draining:
@@ -230,7 +232,6 @@ class Completions:
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             prompts = await self._tokenised(principal, tokenise)
-            generation.check_submissions(len(prompts), wanted.n)
 
             async def submit(prompt: Prompt, choice: int) -> Answer:
                 return await generation.start(self._directory, connection, principal, prompt, wanted, seed + choice)

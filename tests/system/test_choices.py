@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cachestore.protocol import Finished, Started, Submit
+from gateway.prompt.tokens import Prompt, Tokenizer
 from tests.system.in_process import Customer, InProcess, in_process
 from tests.system.scripted import (
     CHAT,
@@ -140,9 +141,16 @@ async def test_a_stream_says_the_same_by_index(tmp_path: Path, path: str, prompt
         assert [usage["usage"][name] for name in counted] == [whole.json()["usage"][name] for name in counted]
 
 
-async def test_one_request_is_at_most_128_submissions(tmp_path: Path) -> None:
+async def test_one_request_is_at_most_128_submissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with letters(tmp_path) as (inside, _, customer):
-        submitted = submissions(inside)
+        submitted, tokenised = submissions(inside), []
+        completion = Tokenizer.completion
+
+        def noted(self: Tokenizer, text: str) -> Prompt:
+            tokenised.append(text)
+            return completion(self, text)
+
+        monkeypatch.setattr(Tokenizer, "completion", noted)
         for fields in ({"prompt": ["x"] * 43, "n": 3}, {"prompt": ["x"] * 129}, {"prompt": "x", "n": 129}):
             error = refusal(await ask(inside, customer, **fields), 400)
             assert error["param"] == "n"
@@ -150,10 +158,11 @@ async def test_one_request_is_at_most_128_submissions(tmp_path: Path) -> None:
         messages = [{"role": "user", "content": "x"}]
         assert refusal(await ask(inside, customer, CHAT, messages=messages, n=129), 400)["param"] == "n"
         assert not submitted
+        assert not tokenised
         for fields in ({"prompt": ["x"] * 64, "n": 2}, {"prompt": "x", "n": 128}):
             answer = await ask(inside, customer, **fields, seed=0)
             assert len(texts(answer)) == 128
-        assert len(submitted) == 256
+        assert (len(submitted), len(tokenised)) == (256, 64 + 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
