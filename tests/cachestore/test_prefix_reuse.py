@@ -14,7 +14,7 @@ import torch
 from cachestore import cli
 from cachestore.batch import Batch
 from cachestore.model import ModelRunner
-from cachestore.protocol import Limits
+from cachestore.protocol import Limits, Sampling
 from cachestore.scheduler import Row
 from cachestore.sequence import Sequence as StoreSequence
 from tests.cachestore.conftest import MakeRunner
@@ -203,3 +203,21 @@ def test_line_30_what_lies_in_free_blocks_reaches_no_answer(make_small_runner: M
     clean = answers(ModelRunner)
     assert answers(Poisoning) == clean
     assert answers(Poisoning, also_held=True) != clean
+
+
+def test_line_31_a_request_takes_nothing_over_from_the_one_whose_place_it_takes(make_small_runner: MakeRunner) -> None:
+    first, second = random_prompt(1, 20), random_prompt(2, 24)
+    wanted = Sampling(temperature=1.0, top_p=0.9, seed=7, stop_token_ids=[3])
+
+    def alone(sampling: Sampling) -> list[int]:
+        return small_store(make_small_runner, blocks=4).complete(second, max_tokens=24, sampling=sampling).tokens
+
+    # A pool for one request: the second gets the blocks, and the row of the batch, that the first has left.
+    store = small_store(make_small_runner, blocks=4)
+    strict = Sampling(temperature=2.0, top_k=1, seed=99, stop_token_ids=list(range(100, 211)))
+    store.complete(first, max_tokens=24, sampling=strict)
+    assert store.complete(second, max_tokens=24, sampling=wanted).tokens == alone(wanted)
+    # What is its own does tell: another seed, another filter, other stop tokens.
+    assert alone(wanted) != alone(Sampling(temperature=1.0, top_p=0.9, seed=99, stop_token_ids=[3]))
+    assert alone(wanted) != alone(Sampling(temperature=1.0, top_k=1, seed=7, stop_token_ids=[3]))
+    assert alone(wanted) != alone(Sampling(temperature=1.0, top_p=0.9, seed=7, stop_token_ids=list(range(100, 211))))
