@@ -6,8 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from cachestore import default_model as default_model_module
+
+# How long an example takes says something of the machine, and nothing of what is tested.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, here or in a child
 
