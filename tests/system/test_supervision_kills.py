@@ -166,14 +166,14 @@ def live_long() -> None:
 
 def in_background(pool: ThreadPoolExecutor, tenant: Tenant, **fields: Any) -> Any:
     """A request of a fresh prompt that runs while the test goes on; a future of its response."""
-    return pool.submit(tenant.complete, random_prompt(f"{time.monotonic_ns()}", 20), max_tokens=20, **fields)
+    return pool.submit(tenant.complete, random_prompt(f"{time.monotonic_ns()}", 20), ignore_eos=True, **fields)
 
 
 def killed_while_it_answers(served: Running, tenant: Tenant) -> str:
     """`x-should-retry` of a request that was decoding when the store was killed; returns when all is ready again."""
     with ThreadPoolExecutor(1) as pool:
         served.notes.stop_at("decode")
-        answer = in_background(pool, tenant, ignore_eos=True)
+        answer = in_background(pool, tenant, max_tokens=20)
         served.standing_store()
         served.kill_store()
         response = answer.result(ENDED_WITHIN_SECONDS)
@@ -193,8 +193,9 @@ def test_line_49_a_crashed_store_fails_its_requests_and_serves_again_as_soon_as_
     prompt = random_prompt("line 49", 33)
     assert [tenant.cached_tokens(prompt), tenant.cached_tokens(prompt)] == [0, 32]
     with ThreadPoolExecutor(2) as pool:
+        answers = [in_background(pool, tenant, max_tokens=1500, stream=stream) for stream in (False, True)]
+        eventually(lambda: served.stats().running == 2, "both run")
         served.notes.stop_at("decode")
-        answers = [in_background(pool, tenant, ignore_eos=True, stream=stream) for stream in (False, True)]
         killed = served.standing_store()
         served.notes.stop_at("loading")
         os.kill(killed, signal.SIGKILL)
