@@ -211,7 +211,7 @@ class Completions:
 
     def _serving(self, model: str) -> Connection:
         if self.draining:
-            raise StoreUnavailable("The server is shutting down. Send the request again.")
+            raise _shutting_down()
         connection = self._link.connection()
         if model != connection.model.name:
             message = f"There is no such model here; this server has {connection.model.name}."
@@ -282,6 +282,9 @@ class Completions:
                 with contextlib.suppress(asyncio.CancelledError):
                     await worker
                 raise ClientDisconnect
+            if worker.cancelled():
+                # Only the end of a drain cancels it: it had not come as far as the store.
+                raise _shutting_down()
             worker.result()
         finally:
             watcher.cancel()
@@ -293,7 +296,7 @@ class Completions:
         if self._running:
             await asyncio.wait(self._running, timeout=seconds)
         for choices in self._choices:
-            choices.interrupt(StoreUnavailable("The server is shutting down. Send the request again."))
+            choices.interrupt(_shutting_down())
         if ending := self._running | self._closing:
             await asyncio.wait(ending, timeout=LAST_WORDS_SECONDS)
         for task in self._running:
@@ -301,6 +304,10 @@ class Completions:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _shutting_down() -> StoreUnavailable:
+    return StoreUnavailable("The server is shutting down. Send the request again.")
 
 
 def _check_size(model: ServedModel, size_bytes: int) -> None:
