@@ -232,11 +232,11 @@ class Completions:
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             prompts = await self._tokenised(principal, tokenise)
+            seed = secrets.randbits(64) if wanted.seed is None else wanted.seed
 
             async def submit(prompt: Prompt, choice: int) -> Answer:
                 return await generation.start(self._directory, connection, principal, prompt, wanted, seed + choice)
 
-            seed = secrets.randbits(64) if wanted.seed is None else wanted.seed
             choices = Choices(submit, prompts, wanted.n, self._closing)
             head = Head(f"{shape.id_prefix}{secrets.token_hex(12)}", int(time.time()), connection.model.name)
             headers = ignored_fields_header(ignored)
