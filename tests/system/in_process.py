@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,16 @@ from tests.cachestore.support import RememberingRunner
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 512
+# In fact much less: more only where the machine is busy.
+PATIENCE_SECONDS = 20.0
+
+
+async def until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
+    """Wait for what another thread or task brings about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so within {seconds} s"
+        await asyncio.sleep(0.001)
 
 
 @dataclass(frozen=True)
@@ -84,8 +94,11 @@ class InProcess:
                 found.setdefault(name.epoch, set()).add(block)
         return found
 
-    def check(self) -> None:
-        """Blocks, index and tables agree, and no request read what another account or epoch wrote."""
+    async def check(self, seconds: float = PATIENCE_SECONDS) -> None:
+        """Once the store knows of no request: blocks, index and tables agree, and none read what another account or
+        epoch wrote. An answer reaches its client before the last `Seal` reaches the engine's thread.
+        """
+        await until(lambda: not self.engine._sequences, seconds)
         self.engine.check()
         assert self.runner.mistakes == []
 

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import socket
 import threading
-import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -28,13 +27,11 @@ from gateway import process
 from gateway.prompt.tokens import _BYTE_OF_CHARACTER
 from tests.cachestore.support import RememberingRunner, next_token
 from tests.gateway.prompt import tokenizers
-from tests.system.in_process import BLOCK_TOKENS, InProcess
+from tests.system.in_process import BLOCK_TOKENS, PATIENCE_SECONDS, InProcess, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 START, END = 1, 2
-# In fact much less: more only where the machine is busy.
-PATIENCE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -172,19 +169,11 @@ def events_of(inside: InProcess) -> list[Message]:
     return said
 
 
-async def until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
-    """Wait for what another thread or task brings about."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not so within {seconds} s"
-        await asyncio.sleep(0.001)
-
-
 async def idle(inside: InProcess, seconds: float = PATIENCE_SECONDS) -> None:
     """Wait until the store knows of no request, then hold both sides to it: nothing is held, nothing is remembered."""
     engine, client = inside.engine, inside.gateway.link.connection().client
-    await until(lambda: not (engine._sequences or client._requests), seconds)
-    inside.check()
+    await until(lambda: not client._requests, seconds)
+    await inside.check(seconds)
     assert engine.pool.held == 0
     assert engine.pool.free + engine.pool.cached == engine.pool.total
     assert not engine.has_work

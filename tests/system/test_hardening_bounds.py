@@ -113,4 +113,4 @@ async def test_line_43_no_request_asks_for_more_than_its_bounds(tmp_path: Path, 
             status, answer = await ask(saltern, customer, TEXT, **fields)
             assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
             assert str(CONTEXT_TOKENS) in answer["error"]["message"]
-        saltern.check()
+        await saltern.check()

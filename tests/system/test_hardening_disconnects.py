@@ -123,7 +123,7 @@ class House:
             assert json.loads(answer.body)["usage"]["completion_tokens"] == 3
             client.close()
         await self.until_nothing_is_held()
-        self.saltern.check()
+        await self.saltern.check()
 
 
 @asynccontextmanager

@@ -64,7 +64,7 @@ async def test_line_10_after_rotate_returns_no_concurrent_probe_finds_an_old_blo
             assert found.count(0) <= 2
         assert await cached_in_turns() == {16: probes}
         assert saltern.blocks(customer.account).keys() == {2}
-        saltern.check()
+        await saltern.check()
 
 
 @pytest.mark.anyio
@@ -95,7 +95,7 @@ async def test_line_10_an_epoch_that_moves_while_blocks_are_named_is_the_one_tha
         assert asked == [1, 2]
         assert saltern.blocks(customer.account).keys() == {2}
         assert await saltern.cached_tokens(customer, prompt) == 16
-        saltern.check()
+        await saltern.check()
 
 
 def test_line_10_when_rotate_returns_the_old_names_are_gone_even_for_who_still_knows_them(
@@ -179,7 +179,7 @@ async def test_line_12_a_fence_that_nobody_heard_is_sent_before_the_first_reques
         assert await saltern.gateway.directory.pending_fences() == []
         assert await saltern.cached_tokens(customer, prompt) == 0
         assert await saltern.cached_tokens(customer, prompt) == 16
-        saltern.check()
+        await saltern.check()
 
 
 def test_line_13_rotating_one_tenant_changes_nothing_of_another(server: Server, tenant: Tenant, other: Tenant) -> None:
@@ -223,13 +223,13 @@ async def test_line_13_in_a_full_pool_the_others_keep_their_blocks_while_the_rot
         assert saltern.blocks(two.account) == blocks
         assert await found(two) == [32, 32, 32]
         assert saltern.engine.pool.evictions == 0
-        saltern.check()
+        await saltern.check()
 
         # A third tenant does take blocks, so that eviction would have been seen.
         third = await saltern.customer("third")
         assert await found(third) == [0, 0, 0]
         assert saltern.engine.pool.evictions == 6
-        saltern.check()
+        await saltern.check()
 
 
 def test_line_15_a_tenant_recreated_with_the_same_name_starts_cold_with_fresh_secrets(

@@ -87,7 +87,7 @@ async def test_no_answer_contradicts_the_documents(tmp_path: Path, default_model
                 status, report = await schemathesis(url + path, key, saltern.model)
             print(report)
             assert status == 0, report
-        saltern.check()
+        await saltern.check()
 
 
 async def crash(request: Request) -> Response:
