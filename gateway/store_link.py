@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cachestore.client import StoreClient, StoreLost, StoreRefused
-from gateway.http.errors import ApiError
+from gateway.http.errors import ApiError, Unavailable
 from gateway.prompt.model_files import ModelFilesError
 from gateway.served_model import ServedModel
 from gateway.tenants.directory import Directory
@@ -31,21 +31,8 @@ STEP_AGE_LIMIT_MS = 10_000
 EARLY_LOSS_SECONDS = 10.0
 
 
-class StoreUnavailable(ApiError):
-    """503: no store can take the request now. `retry`: whether a client's library should send it again by itself."""
-
-    def __init__(self, message: str, *, retry: bool = True) -> None:
-        super().__init__(
-            503,
-            message,
-            type="service_unavailable_error",
-            code="server_is_overloaded",
-            headers=(
-                ("retry-after", "1"),
-                ("retry-after-ms", "1000"),
-                ("x-should-retry", "true" if retry else "false"),
-            ),
-        )
+class StoreUnavailable(Unavailable):
+    """503: no store can take the request now."""
 
 
 @dataclass(frozen=True, slots=True)

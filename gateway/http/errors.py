@@ -1,7 +1,8 @@
 """What the HTTP APIs answer when they refuse, in OpenAI's form.
 
-    ApiError            a status, a message that says what was wrong and what to do, and how clients name it
-    └── Unauthorized    401, one message for every reason, so that reasons cannot be told apart
+    ApiError               a status, a message that says what was wrong and what to do, and how clients name it
+    ├── Unauthorized       401, one message for every reason, so that reasons cannot be told apart
+    └── Unavailable        503, with when and whether a client's library should send the request again
 """
 
 from __future__ import annotations
@@ -97,6 +98,27 @@ class Unauthorized(ApiError):
             "The API key is missing or not valid. Send `Authorization: Bearer <key>` with an active key.",
             code="invalid_api_key",
             headers=(("www-authenticate", "Bearer"),),
+        )
+
+
+class Unavailable(ApiError):
+    """503: something that the request needs does not answer now.
+
+    Args:
+        retry: whether a client's library should send the request again by itself.
+    """
+
+    def __init__(self, message: str, *, retry: bool = True) -> None:
+        super().__init__(
+            503,
+            message,
+            type="service_unavailable_error",
+            code="server_is_overloaded",
+            headers=(
+                ("retry-after", "1"),
+                ("retry-after-ms", "1000"),
+                ("x-should-retry", "true" if retry else "false"),
+            ),
         )
 
 

@@ -22,7 +22,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, Operationa
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 import migrations
-from gateway.http.errors import ApiError
+from gateway.http.errors import Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -38,17 +38,11 @@ class SchemaTooNew(CannotOpen):
     """It was written by a newer version than this one."""
 
 
-class DatabaseUnavailable(ApiError):
+class DatabaseUnavailable(Unavailable):
     """503: the database is locked or gone; nothing was changed."""
 
     def __init__(self) -> None:
-        super().__init__(
-            503,
-            "The database does not answer. Nothing was changed; try again in a second.",
-            type="service_unavailable_error",
-            code="server_is_overloaded",
-            headers=(("retry-after", "1"), ("retry-after-ms", "1000"), ("x-should-retry", "true")),
-        )
+        super().__init__("The database does not answer. Nothing was changed; try again in a second.")
 
 
 class Database:

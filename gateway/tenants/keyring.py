@@ -11,7 +11,7 @@ from pathlib import Path
 from sqlalchemy import delete, exists, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from gateway.http.errors import ApiError
+from gateway.http.errors import Unavailable
 from gateway.secret import Secret
 from gateway.tenants import api_keys
 from gateway.tenants.database import Database
@@ -27,17 +27,13 @@ PEPPER_VERSION = 1
 _CANARY = Place("boot-canary", "", 1)
 
 
-class SaltUnavailable(ApiError):
+class SaltUnavailable(Unavailable):
     """503: a secret that the request needs is missing or does not open. It is never served without."""
 
     def __init__(self) -> None:
         super().__init__(
-            503,
             "A secret that this request needs is not available. Try again in a second; if it persists, "
-            "the operator finds the reason in the log.",
-            type="service_unavailable_error",
-            code="server_is_overloaded",
-            headers=(("retry-after", "1"), ("retry-after-ms", "1000"), ("x-should-retry", "true")),
+            "the operator finds the reason in the log."
         )
 
 
