@@ -17,7 +17,7 @@ from gateway.http.errors import ApiError, Unavailable
 from gateway.prompt.model_files import ModelFilesError
 from gateway.served_model import ServedModel
 from gateway.tenants.directory import Directory
-from gateway.tenants.fences import Dropped
+from gateway.tenants.fences import Dropped, PendingFence
 
 log = logging.getLogger("saltern.gateway")
 
@@ -114,19 +114,12 @@ class StoreLink:
             return "the store has work and makes no steps"
         return None
 
-    async def fence(self, account: bytes, epoch: int) -> Dropped | None:
-        """Everything of the account older than `epoch` has left the index when this returns; None: nobody answered."""
-        return await self._drop(account, epoch)
-
-    async def drop_account(self, account: bytes) -> Dropped | None:
-        """All of the account has left the index when this returns; None: nobody answered."""
-        return await self._drop(account, None)
-
-    async def _drop(self, account: bytes, epoch: int | None) -> Dropped | None:
+    async def drop(self, fence: PendingFence) -> Dropped | None:
+        """What the fence asks for has left the index when this returns; None: nobody answered."""
         if self._fencing is None:
             return None
         try:
-            return await _send_fence(self._fencing, account, epoch)
+            return await _send_fence(self._fencing, fence)
         except StoreLost:
             return None
 
@@ -163,7 +156,7 @@ class StoreLink:
         model = await self._open_model(client)
         self._fencing = client
         for fence in await self._directory.pending_fences():
-            await _send_fence(client, fence.account, fence.epoch)
+            await _send_fence(client, fence)
             await self._directory.fence_done(fence)
         if client.closed.is_set():
             raise StoreLost("the store went away before it took requests")
@@ -183,9 +176,9 @@ class StoreLink:
         return model
 
 
-async def _send_fence(client: StoreClient, account: bytes, epoch: int | None) -> Dropped:
-    if epoch is None:
-        fenced = await client.drop_account(account)
+async def _send_fence(client: StoreClient, fence: PendingFence) -> Dropped:
+    if fence.epoch is None:
+        fenced = await client.drop_account(fence.account)
     else:
-        fenced = await client.fence(account, epoch)
+        fenced = await client.fence(fence.account, fence.epoch)
     return Dropped(fenced.blocks, fenced.bytes)

@@ -211,10 +211,7 @@ class AdminApi:
 
     async def _drop(self, fence: PendingFence) -> Dropped | None:
         """Ask the store now; where none answers, the fence stays pending."""
-        if fence.epoch is None:
-            dropped = await self._link.drop_account(fence.account)
-        else:
-            dropped = await self._link.fence(fence.account, fence.epoch)
+        dropped = await self._link.drop(fence)
         if dropped is not None:
             await self._directory.fence_done(fence)
         return dropped

@@ -12,7 +12,7 @@ import httpx
 
 from gateway.admin.routes import admin_routes
 from gateway.http.routing import Router
-from gateway.tenants.fences import Dropped
+from gateway.tenants.fences import Dropped, PendingFence
 from tests.gateway.tenants.opened import Opened, opened
 
 TENANTS = "/admin/v1/tenants"
@@ -25,12 +25,8 @@ class Link:
     answer: Dropped | None = field(default_factory=lambda: Dropped(blocks=3, bytes=4096))
     asked: list[tuple[bytes, int | None]] = field(default_factory=list)
 
-    async def fence(self, account: bytes, epoch: int) -> Dropped | None:
-        self.asked.append((account, epoch))
-        return self.answer
-
-    async def drop_account(self, account: bytes) -> Dropped | None:
-        self.asked.append((account, None))
+    async def drop(self, fence: PendingFence) -> Dropped | None:
+        self.asked.append((fence.account, fence.epoch))
         return self.answer
 
 
