@@ -18,10 +18,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from cachestore.protocol import (
-    HEADER_BYTES,
     KEY_VERSION,
     MAX_FRAME_TO_GATEWAY_BYTES,
     MAX_FRAME_TO_STORE_BYTES,
@@ -53,7 +50,7 @@ from cachestore.protocol import (
     Welcome,
     decode_to_gateway,
     encode_frame,
-    frame_length,
+    read_message,
 )
 
 log = logging.getLogger("saltern.gateway")
@@ -159,7 +156,7 @@ class StoreClient:
                 try:
                     hello = Hello(protocol=PROTOCOL, key_version=KEY_VERSION)
                     writer.write(encode_frame(hello, MAX_FRAME_TO_STORE_BYTES))
-                    answer = await _receive(reader)
+                    answer = await read_message(reader, decode_to_gateway, MAX_FRAME_TO_GATEWAY_BYTES)
                 except BaseException:
                     writer.transport.abort()
                     raise
@@ -268,7 +265,7 @@ class StoreClient:
     async def _read(self) -> None:
         try:
             while True:
-                self._take(await _receive(self._reader))
+                self._take(await read_message(self._reader, decode_to_gateway, MAX_FRAME_TO_GATEWAY_BYTES))
                 self.heard_at = time.monotonic()
         except ProtocolError as error:
             log.error("store connection closed: %s", error)
@@ -333,12 +330,3 @@ class StoreClient:
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-
-
-async def _receive(reader: asyncio.StreamReader) -> ToGateway:
-    """Raises EOFError at the end of the stream, ProtocolError for a bad frame."""
-    length = frame_length(await reader.readexactly(HEADER_BYTES), MAX_FRAME_TO_GATEWAY_BYTES)
-    try:
-        return decode_to_gateway(await reader.readexactly(length))
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"a frame of {length} bytes is no message: {error}") from None

@@ -12,8 +12,10 @@ than the defaults (a store refuses those by closing the connection with the reas
 
 from __future__ import annotations
 
+import asyncio
 import struct
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -279,6 +281,8 @@ class Drained(Message, frozen=True, kw_only=True):
 ToStore = Hello | OpenAccount | Fence | DropAccount | Submit | Seal | Abort | Stats | Drain | Ping | Pong
 ToGateway = Welcome | Refused | Started | Tokens | Finished | Rejected | Fenced | StatsReport | Drained | Ping | Pong
 
+M = TypeVar("M")
+
 _HEADER = struct.Struct(">I")
 HEADER_BYTES = _HEADER.size
 
@@ -301,6 +305,25 @@ def encode_frame(message: Message, limit_bytes: int) -> bytes:
     if len(body) > limit_bytes:
         raise ProtocolError(f"a {type(message).__name__} of {len(body)} bytes is over the limit of {limit_bytes}")
     return _HEADER.pack(len(body)) + body
+
+
+async def read_message(reader: asyncio.StreamReader, decode: Callable[[bytes], M], limit_bytes: int) -> M:
+    """The next message of a peer.
+
+    Args:
+        decode: `decode_to_store` or `decode_to_gateway`.
+
+    Raises:
+        ProtocolError: a frame over `limit_bytes`, or that is no message.
+        EOFError, OSError: the connection ended.
+    """
+    length = frame_length(await reader.readexactly(HEADER_BYTES), limit_bytes)
+    body = await reader.readexactly(length)
+    try:
+        return decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        # The reason names fields and types of the protocol, never a value.
+        raise ProtocolError(f"a frame of {length} bytes is no message: {error}") from None
 
 
 def frame_length(header: bytes, limit_bytes: int) -> int:

@@ -18,12 +18,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from cachestore.engine import Engine
 from cachestore.engine_thread import Crashed, Disconnected, EngineThread, Outgoing, ReportDue, Violation
 from cachestore.protocol import (
-    HEADER_BYTES,
     KEY_VERSION,
     MAX_FRAME_TO_GATEWAY_BYTES,
     MAX_FRAME_TO_STORE_BYTES,
@@ -40,7 +37,7 @@ from cachestore.protocol import (
     Welcome,
     decode_to_store,
     encode_frame,
-    frame_length,
+    read_message,
 )
 from cachestore.start_error import StartError
 
@@ -59,15 +56,10 @@ class _Connection:
         self.heard_at = time.monotonic()
 
     async def receive(self) -> Message:
-        """Raises ProtocolError for a bad frame, IncompleteReadError at the end."""
-        length = frame_length(await self.reader.readexactly(HEADER_BYTES), MAX_FRAME_TO_STORE_BYTES)
-        body = await self.reader.readexactly(length)
+        """Raises as `read_message`."""
+        message = await read_message(self.reader, decode_to_store, MAX_FRAME_TO_STORE_BYTES)
         self.heard_at = time.monotonic()
-        try:
-            return decode_to_store(body)
-        except (msgspec.DecodeError, RecursionError) as error:
-            # The reason names fields and types of the protocol, never a value.
-            raise ProtocolError(f"a frame of {length} bytes is no message: {error}") from None
+        return message
 
     def send(self, message: Message) -> None:
         if self.writer.transport.is_closing():

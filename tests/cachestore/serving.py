@@ -12,7 +12,6 @@ from pathlib import Path
 from cachestore.client import StoreClient, StoreRequest
 from cachestore.engine import Engine
 from cachestore.protocol import (
-    HEADER_BYTES,
     KEY_VERSION,
     LAYOUT_VERSION,
     MAX_FRAME_TO_GATEWAY_BYTES,
@@ -30,7 +29,7 @@ from cachestore.protocol import (
     Welcome,
     decode_to_gateway,
     encode_frame,
-    frame_length,
+    read_message,
 )
 from cachestore.scheduler import Row
 from cachestore.server import StoreServer
@@ -202,8 +201,7 @@ class RawPeer:
     async def receive(self) -> Message:
         """The next message but pings and pushed reports."""
         while True:
-            length = frame_length(await self._reader.readexactly(HEADER_BYTES), MAX_FRAME_TO_GATEWAY_BYTES)
-            message = decode_to_gateway(await self._reader.readexactly(length))
+            message = await read_message(self._reader, decode_to_gateway, MAX_FRAME_TO_GATEWAY_BYTES)
             if not isinstance(message, Ping) and not (isinstance(message, StatsReport) and message.pushed):
                 return message
 
