@@ -23,6 +23,7 @@ from gateway.tenants.database import Database
 from gateway.tenants.fences import PendingFence
 from gateway.tenants.keyring import PEPPER_VERSION, Keyring
 from gateway.tenants.minting import new_key
+from gateway.tenants.private_file import write_beside
 from gateway.tenants.tables import AdminKey, ApiKey, Epoch, Fence, KeyColumns, Tenant, utc_now
 from gateway.tenants.vault import Place
 
@@ -174,7 +175,7 @@ class Directory:
             key = await new_key(self.keyring, "admin", ADMIN_SCOPES, self.clock(), name="first")
             session.add(AdminKey(**key.row))
             # Before the commit: a key in the database that nobody has would lock everybody out.
-            _write_private(path, key.text)
+            os.replace(write_beside(path, key.text.reveal() + b"\n"), path)
         return path
 
     async def _matches(self, presented: ParsedKey, stored: KeyColumns | None) -> bool:
@@ -190,13 +191,3 @@ def _presented(kind: Kind, headers: Headers) -> ParsedKey:
     if parsed is None:
         raise Unauthorized
     return parsed
-
-
-def _write_private(path: Path, text: Secret) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(text.reveal() + b"\n")
-        file.flush()
-        os.fsync(descriptor)
-    os.replace(temporary, path)

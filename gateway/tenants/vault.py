@@ -23,6 +23,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from gateway.secret import Secret
+from gateway.tenants.private_file import write_beside
 from policies.encoding import encode
 
 logger = logging.getLogger(__name__)
@@ -180,13 +181,8 @@ def _check_permissions(path: Path, status: os.stat_result) -> None:
 def _create(path: Path) -> None:
     key = Secret(os.urandom(KEY_BYTES))
     line = f"{kek_id(key)} {base64.b64encode(key.reveal()).decode()}\n".encode()
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(descriptor)
+        temporary = write_beside(path, line)
         try:
             os.link(temporary, path)  # unlike a rename, never over a key that somebody else made meanwhile
         except FileExistsError:
