@@ -39,12 +39,12 @@ class Settings:
     database_url: str
     kek_file: Path
     socket: Path
-    model: str | None = None
-    model_name: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    admin_port: int = 8001
-    drain_seconds: float = 4.0
+    model: str | None
+    model_name: str | None
+    host: str
+    port: int
+    admin_port: int
+    drain_seconds: float
 
     @classmethod
     def of(
