@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import struct
 import threading
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from cachestore.protocol import Submit
 from cachestore.scheduler import Row
 from gateway import completions
 from gateway.prompt.model_files import read_model_files
@@ -22,12 +20,10 @@ from gateway.prompt.tokens import Tokenizer
 from tests.gateway.prompt import tokenizers
 from tests.system.in_process import Customer, InProcess, in_process
 from tests.system.insider import block_names
-from tests.system.scripted import idle
+from tests.system.scripted import CHAT, TEXT, idle, submissions, tokens_of
 from tests.system.wire import DONE, error_form, events, finish_reasons, text_of
 
 pytestmark = pytest.mark.anyio
-
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 async def ask(inside: InProcess, customer: Customer, path: str, **fields: Any) -> httpx.Response:
@@ -39,23 +35,6 @@ async def ask(inside: InProcess, customer: Customer, path: str, **fields: Any) -
 
 def say(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
-
-
-def submissions(inside: InProcess) -> list[Submit]:
-    """A list that every `Submit` from now on is added to."""
-    submitted: list[Submit] = []
-    submit = inside.engine.submit
-
-    def noted(connection: int, message: Submit) -> None:
-        submitted.append(message)
-        submit(connection, message)
-
-    inside.engine.submit = noted  # type: ignore[method-assign]
-    return submitted
-
-
-def tokens_of(submitted: Submit) -> list[int]:
-    return list(array("I", submitted.tokens))
 
 
 async def test_b002_only_the_tenants_salt_gives_the_key_that_the_store_keeps(
