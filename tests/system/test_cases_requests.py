@@ -168,7 +168,7 @@ def test_b117_what_is_known_before_the_first_token_is_no_stream(server: Server, 
         unknown = server.http.post(path, json={"model": "x", **prompt, "stream": True}, headers=tenant.headers)
         assert refusal(unknown, 404)["code"] == "model_not_found"
         # What is right is a stream.
-        chunks = streamed(ask(tenant, path, **prompt, stream=True, max_tokens=1))
+        chunks = streamed(ask(tenant, path, **prompt, stream=True, max_tokens=1, ignore_eos=True))
         assert finish_reasons(chunks)[-1] == "length"
 
 

@@ -91,7 +91,7 @@ def test_extras_go_through_the_extra_body(client: OpenAI, server: Server) -> Non
 
 def test_refusals_are_the_clients_own_exceptions(client: OpenAI, server: Server) -> None:
     def ask(client: OpenAI, **fields: Any) -> Any:
-        asked: Any = {"model": server.model, "messages": QUESTION, "max_tokens": 1} | fields
+        asked: Any = {"model": server.model, "messages": QUESTION, "max_tokens": 1, "temperature": 0} | fields
         return client.chat.completions.create(**asked)
 
     with client_of(server, "sk-saltern-unknown") as stranger, pytest.raises(openai.AuthenticationError) as unknown:
