@@ -102,6 +102,14 @@ class Scene:
         writer.write(content)
         return Client(reader, writer)
 
+    async def begin(self, path: str, stream: bool, **fields: Any) -> tuple[Client, Sequence]:
+        """Send a request, wait until the store has it, and let one step through."""
+        before = sum(isinstance(message, Submit) for message in self.arrived)
+        client = await self.ask(path, stream, **fields)
+        await self.submitted(before + 1)
+        await self.step()
+        return client, list(self.inside.engine._sequences.values())[-1]
+
     async def submitted(self, count: int) -> None:
         """Wait until so many submissions have reached the store."""
         await until(lambda: sum(isinstance(message, Submit) for message in self.arrived) == count)
@@ -113,9 +121,6 @@ class Scene:
         self.runner.let()
         await until(lambda: len(self.runner.steps) > done)
         await until(lambda: self.runner.waiting or not self.inside.engine.has_work)
-
-    def newest(self) -> Sequence:
-        return list(self.inside.engine._sequences.values())[-1]
 
     async def leave(self, client: Client, sequence: Sequence) -> None:
         """The client leaves; the engine computes at most the step it is in, and knows nothing of it a second later."""
@@ -172,11 +177,8 @@ async def test_aborts_hit_requests_that_wait(tmp_path: Path, each: int) -> None:
         staying = await s.ask(TEXT, True, max_tokens=1900)
         await s.submitted(1)
         await s.step()
-        for number, (path, stream) in enumerate(KINDS * each, 2):
-            client = await s.ask(path, stream)
-            await s.submitted(number)
-            await s.step()
-            sequence = s.newest()
+        for path, stream in KINDS * each:
+            client, sequence = await s.begin(path, stream)
             assert sequence.phase is Phase.WAITING
             await s.leave(client, sequence)
             assert s.rows(sequence) == 0
@@ -190,11 +192,8 @@ async def test_aborts_hit_requests_that_wait(tmp_path: Path, each: int) -> None:
 @each
 async def test_aborts_hit_requests_that_prefill(tmp_path: Path, each: int) -> None:
     async with scene(tmp_path, max_running=8) as s:
-        for number, (path, stream) in enumerate(KINDS * each, 1):
-            client = await s.ask(path, stream)
-            await s.submitted(number)
-            await s.step()
-            sequence = s.newest()
+        for path, stream in KINDS * each:
+            client, sequence = await s.begin(path, stream)
             assert sequence.phase is Phase.RUNNING
             assert 0 < sequence.computed_tokens < sequence.prompt_tokens
             await s.leave(client, sequence)
@@ -206,11 +205,8 @@ async def test_aborts_hit_requests_that_prefill(tmp_path: Path, each: int) -> No
 @each
 async def test_aborts_hit_requests_that_decode(tmp_path: Path, each: int) -> None:
     async with scene(tmp_path, max_running=8) as s:
-        for number, (path, stream) in enumerate(KINDS * each, 1):
-            client = await s.ask(path, stream)
-            await s.submitted(number)
-            await s.step()
-            sequence = s.newest()
+        for path, stream in KINDS * each:
+            client, sequence = await s.begin(path, stream)
             while sequence.output_tokens < 3:
                 await s.step()
             assert sequence.phase is Phase.RUNNING
@@ -224,11 +220,8 @@ async def test_aborts_hit_requests_that_decode(tmp_path: Path, each: int) -> Non
 async def test_aborts_hit_requests_that_have_finished(tmp_path: Path, each: int) -> None:
     """The engine has finished and waits for the last names; its gateway does not know yet when the client leaves."""
     async with scene(tmp_path, max_running=8) as s:
-        for number, (path, stream) in enumerate(KINDS * each, 1):
-            client = await s.ask(path, stream, max_tokens=3)
-            await s.submitted(number)
-            await s.step()
-            sequence = s.newest()
+        for path, stream in KINDS * each:
+            client, sequence = await s.begin(path, stream, max_tokens=3)
             while sequence.output_tokens < 2:
                 await s.step()
             s.held.hold()

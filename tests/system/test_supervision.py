@@ -31,6 +31,18 @@ def supervise(folder: Path, script: str, heard_at: Callable[[], float] = lambda:
     return Supervisor(["sh", "-c", script, "store"], folder / "store.sock", heard_at)
 
 
+class Heard:
+    """When the store was last heard of, and how often the supervisor has looked."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+        self.looks = 0
+
+    def __call__(self) -> float:
+        self.looks += 1
+        return self.at
+
+
 @asynccontextmanager
 async def supervised(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[None]]:
     """It runs until the block ends, and leaves no process."""
@@ -155,31 +167,25 @@ async def test_a_silent_store_is_killed_and_one_that_was_never_heard_of_is_not(
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(module, "SILENCE_SECONDS", 0.2)
     monkeypatch.setattr(module, "FIRST_BACKOFF_SECONDS", 0.01)
-    looks, heard_at = 0, 0.0
-
-    def heard() -> float:
-        nonlocal looks
-        looks += 1
-        return heard_at
-
+    heard = Heard()
     supervisor = supervise(tmp_path, FOREVER, heard)
     supervisor.settled()
     with caplog.at_level(logging.ERROR):
         async with supervised(supervisor):
             # It loads its model, for longer than the limit.
-            await until(lambda: looks > 50)
+            await until(lambda: heard.looks > 50)
             assert not caplog.messages
             # It speaks, for longer than the limit.
             for _ in range(30):
-                heard_at, before = time.monotonic(), looks
-                await until(lambda before=before: looks > before)
+                heard.at, before = time.monotonic(), heard.looks
+                await until(lambda before=before: heard.looks > before)
             assert not caplog.messages
             silent_since = time.monotonic()
             await until(lambda: len(caplog.messages) == 2)
             assert time.monotonic() - silent_since >= module.SILENCE_SECONDS
-            before = looks
+            before = heard.looks
             # The next one has not been heard of yet.
-            await until(lambda: looks > before + 50)
+            await until(lambda: heard.looks > before + 50)
     assert "was silent for 0 s: it is killed and started again" in caplog.messages[0]
     assert "ended with status -9" in caplog.messages[1]
     assert len(caplog.messages) == 2
@@ -190,25 +196,19 @@ async def test_a_supervisor_that_stood_still_itself_takes_nobodys_silence_from_i
 ) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(module, "SILENCE_SECONDS", 0.1)
-    looks, heard_at = 0, 0.0
-
-    def heard() -> float:
-        nonlocal looks
-        looks += 1
-        return heard_at
-
+    heard = Heard()
     supervisor = supervise(tmp_path, FOREVER, heard)
     supervisor.settled()
     async with supervised(supervisor):
-        await until(lambda: looks > 1)
-        heard_at = time.monotonic()
-        await until(lambda: looks > 3)
+        await until(lambda: heard.looks > 1)
+        heard.at = time.monotonic()
+        await until(lambda: heard.looks > 3)
         # Nothing of this process runs meanwhile, as when it is stopped: nothing could be heard.
         time.sleep(3 * module.SILENCE_SECONDS)  # noqa: ASYNC251
-        before = looks
-        await until(lambda: looks > before + 1)
-        heard_at = time.monotonic()
-        await until(lambda: looks > before + 4)
+        before = heard.looks
+        await until(lambda: heard.looks > before + 1)
+        heard.at = time.monotonic()
+        await until(lambda: heard.looks > before + 4)
     assert not caplog.messages
 
 
