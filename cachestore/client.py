@@ -15,6 +15,7 @@ import itertools
 import logging
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from cachestore.protocol import (
     StatsReport,
     Submit,
     ToGateway,
+    TokenLogprobs,
     Tokens,
     Welcome,
     decode_to_gateway,
@@ -55,7 +57,16 @@ from cachestore.protocol import (
 
 log = logging.getLogger("saltern.gateway")
 
-Event = Started | list[int] | Finished | Rejected
+
+@dataclass(slots=True)
+class Output:
+    """Generated tokens; `logprobs` has one for each of them, or is empty when none were asked for."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+Event = Started | Output | Finished | Rejected
 
 
 class StoreError(Exception):
@@ -86,8 +97,9 @@ class StoreRequest:
         self.finished: Finished | None = None
 
     def put(self, event: Event) -> None:
-        if isinstance(event, list) and self._events and isinstance(last := self._events[-1], list):
-            last.extend(event)
+        if isinstance(event, Output) and self._events and isinstance(last := self._events[-1], Output):
+            last.tokens += event.tokens
+            last.logprobs += event.logprobs
         else:
             self._events.append(event)
         if isinstance(event, Finished):
@@ -277,9 +289,9 @@ class StoreClient:
     def _take(self, message: ToGateway) -> None:
         match message:
             case Tokens():
-                for number, tokens in message.entries:
+                for number, tokens, logprobs in message.entries:
                     if request := self._requests.get(number):
-                        request.put(tokens)
+                        request.put(Output(tokens, logprobs))
             case Started() | Finished() | Rejected():
                 if request := self._requests.get(message.request):
                     request.put(message)

@@ -14,6 +14,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from cachestore.blocks import BlockPool
@@ -35,6 +36,7 @@ from cachestore.protocol import (
     Started,
     StatsReport,
     Submit,
+    TokenLogprobs,
     Tokens,
 )
 from cachestore.scheduler import Row, Scheduler, StepPlan
@@ -46,13 +48,21 @@ log = logging.getLogger("saltern.store")
 SEAL_WAIT_NS = 1_000_000_000
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a row was sampled to; `token` None: its logits leave no token."""
+
+    token: int | None
+    logprobs: TokenLogprobs | None = None
+
+
 class Runner(Protocol):
     """Computes a step. `launch` starts it, `collect` waits for it: "completed" always means collected."""
 
     def launch(self, rows: List[Row]) -> Any: ...
 
-    def collect(self, in_flight: Any) -> list[int]:
-        """One sampled token for each row that samples, in order of the rows."""
+    def collect(self, in_flight: Any) -> list[Sampled]:
+        """One for each row that samples, in order of the rows."""
         ...
 
 
@@ -83,6 +93,7 @@ class Engine:
             reclaim=self._reclaim_ended,
         )
         self.steps = 0
+        self.step_ns = 0
         self.computed_tokens = 0
         self.draining = False
         self._emit = emit
@@ -205,6 +216,7 @@ class Engine:
             waiting=len(self.scheduler.waiting),
             ended=len(self._ended),
             steps=self.steps,
+            step_ns=self.step_ns,
             computed_tokens=self.computed_tokens,
             preemptions=self.scheduler.preemptions,
             evictions=self.pool.evictions,
@@ -248,6 +260,7 @@ class Engine:
         """Run a step that was planned, with nothing between."""
         if not plan.rows:
             return
+        began_ns = self._clock_ns()
         try:
             sampled = self.runner.collect(self.runner.launch(plan.rows))
         except Exception as error:
@@ -257,10 +270,11 @@ class Engine:
             kind = type(error).__name__
             log.error("a step of %d rows failed: %s at %s:%s", len(plan.rows), kind, where.filename, where.lineno)
             for row in plan.rows:
-                self._finish(row.sequence, "error")
+                self._finish(row.sequence, "error", "step_failed")
                 self._release_ended(row.sequence)
             return
         self.steps += 1
+        self.step_ns += self._clock_ns() - began_ns
         self._account(plan.rows, sampled)
 
     def _announce(self, plan: StepPlan) -> None:
@@ -276,9 +290,9 @@ class Engine:
             )
             self._emit(sequence.connection, started)
 
-    def _account(self, rows: list[Row], sampled: list[int]) -> None:
-        tokens: dict[int, list[tuple[int, list[int]]]] = {}
-        ended: list[tuple[Sequence, Literal["stop", "length"]]] = []
+    def _account(self, rows: list[Row], sampled: list[Sampled]) -> None:
+        tokens: dict[int, list[tuple[int, list[int], list[TokenLogprobs]]]] = {}
+        ended: list[tuple[Sequence, Literal["stop", "length", "error"]]] = []
         samples = iter(sampled)
         for row in rows:
             sequence = row.sequence
@@ -289,10 +303,14 @@ class Engine:
             self._publish(sequence)
             if not row.samples:
                 continue
-            token = next(samples)
+            sample = next(samples)
+            if (token := sample.token) is None:
+                ended.append((sequence, "error"))
+                continue
             sequence.tokens.append(token)
             sequence.first_token_ns = sequence.first_token_ns or self._clock_ns()
-            tokens.setdefault(sequence.connection, []).append((sequence.request, [token]))
+            logprobs = [sample.logprobs] if sample.logprobs else []
+            tokens.setdefault(sequence.connection, []).append((sequence.request, [token], logprobs))
             if token in sequence.stop_token_ids:
                 ended.append((sequence, "stop"))
             elif sequence.output_tokens == sequence.max_tokens:
@@ -300,7 +318,7 @@ class Engine:
         for connection, entries in tokens.items():
             self._emit(connection, Tokens(entries=entries))
         for sequence, reason in ended:
-            self._finish(sequence, reason)
+            self._finish(sequence, reason, "no_token" if reason == "error" else None)
 
     def _publish(self, sequence: Sequence) -> None:
         full = min(sequence.computed_tokens // self.block_tokens, len(sequence.keys))
@@ -322,7 +340,12 @@ class Engine:
         if sequence.phase is not Phase.ENDED:
             self._finish(sequence, "aborted")
 
-    def _finish(self, sequence: Sequence, reason: Literal["stop", "length", "aborted", "error"]) -> None:
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: Literal["stop", "length", "aborted", "error"],
+        error: Literal["step_failed", "no_token"] | None = None,
+    ) -> None:
         """Say `Finished` and keep the full blocks, whole chain, until their names have come.
 
         The chain stays whole so that a name that comes late never names a block whose parent was evicted.
@@ -334,7 +357,9 @@ class Engine:
         sequence.phase = Phase.ENDED
         sequence.finished_ns = self._clock_ns()
         self._ended[sequence.connection, sequence.request] = sequence
-        finished = Finished(request=sequence.request, reason=reason, stamps=sequence.stamps, counts=sequence.counts)
+        finished = Finished(
+            request=sequence.request, reason=reason, error=error, stamps=sequence.stamps, counts=sequence.counts
+        )
         self._emit(sequence.connection, finished)
 
     def _release_ended(self, sequence: Sequence) -> None:

@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
 from cachestore.batch import Batch
+from cachestore.engine import Sampled
 from cachestore.geometry import BlockLayout
 from cachestore.protocol import DType
 from cachestore.sampling import sample
@@ -186,6 +187,5 @@ class ModelRunner:
         batch = Batch.from_rows(rows, self.block_tokens, self.model.device)
         return InFlight(sample(self.model.logits(batch, self.cache, batch.sample_rows), batch.sampling))
 
-    def collect(self, in_flight: InFlight) -> list[int]:
-        tokens: list[int] = in_flight.tokens.tolist()
-        return tokens
+    def collect(self, in_flight: InFlight) -> list[Sampled]:
+        return [Sampled(token) for token in in_flight.tokens.tolist()]

@@ -20,7 +20,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-PROTOCOL = 1
+PROTOCOL = 2
 KEY_VERSION = 1
 LAYOUT_VERSION = 1
 
@@ -75,15 +75,47 @@ class Limits(Part, frozen=True, kw_only=True):
     vocabulary_tokens: Count
 
 
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+MAX_BIASED_TOKENS = 1024
+MAX_TOP_LOGPROBS = 20
+
+
 class Sampling(Part, frozen=True, kw_only=True):
-    """How one request turns logits into tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+    """How one request turns logits into tokens. The defaults change nothing.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: 0 is off.
+        min_p: keeps tokens at least this likely in proportion to the likeliest.
+        presence_penalty, frequency_penalty: of tokens in the output, as OpenAI defines them.
+        repetition_penalty: of tokens in prompt and output (Keskar et al., 2019).
+        logit_bias: (token, what is added to its logit), each token once.
+        min_tokens: no stop token before so many.
+        logprobs: None, or how many of the likeliest tokens are told with each token.
+    """
 
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_k: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     # msgpack has no integer beyond 64 bits, so the upper bound is the format's.
     seed: Annotated[int, Meta(ge=0)] = 0
-    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]], Meta(max_length=1024)] = []
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] = []
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    logit_bias: Annotated[
+        list[tuple[TokenId, Annotated[float, Meta(ge=-100, le=100)]]], Meta(max_length=MAX_BIASED_TOKENS)
+    ] = []
+    min_tokens: Count = 0
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+
+class TokenLogprobs(Part, frozen=True, array_like=True):
+    """Natural logarithms of probabilities: of the sampled token, and of the likeliest ones, most likely first."""
+
+    logprob: float
+    top: list[tuple[int, float]]
 
 
 class Stamps(Part, frozen=True, kw_only=True):
@@ -228,16 +260,20 @@ class Started(Message, frozen=True, kw_only=True):
 
 
 class Tokens(Message, frozen=True, kw_only=True):
-    """One per engine step for all requests of the connection: (request, token ids)."""
+    """One per engine step for all requests of the connection: (request, token ids, one each for those who asked)."""
 
-    entries: list[tuple[int, list[int]]]
+    entries: list[tuple[int, list[int], list[TokenLogprobs]]]
 
 
 class Finished(Message, frozen=True, kw_only=True):
-    """Exactly one for each `Submit` that was not `Rejected`; the gateway answers with `Seal{last: true}`."""
+    """Exactly one for each `Submit` that was not `Rejected`; the gateway answers with `Seal{last: true}`.
+
+    `error`, with that reason: the step could not be computed, or what was asked for left no token to sample.
+    """
 
     request: RequestId
     reason: Literal["stop", "length", "aborted", "error"]
+    error: Literal["step_failed", "no_token"] | None = None
     stamps: Stamps
     counts: Counts
 
@@ -258,7 +294,7 @@ class Fenced(Message, frozen=True, kw_only=True):
 
 
 class StatsReport(Message, frozen=True, kw_only=True):
-    """The state of the pool and the engine; `pushed` when nobody asked for it."""
+    """The state of the pool and the engine; `pushed` when nobody asked for it. `step_ns`: time spent in `steps`."""
 
     pushed: bool
     total_blocks: Count
@@ -269,6 +305,7 @@ class StatsReport(Message, frozen=True, kw_only=True):
     waiting: Count
     ended: Count
     steps: Count
+    step_ns: Count
     computed_tokens: Count
     preemptions: Count
     evictions: Count

@@ -15,7 +15,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import AsyncIterator
 
-from cachestore.client import Event, StoreLost, StoreRequest
+from cachestore.client import Event, Output, StoreLost, StoreRequest
 from cachestore.protocol import Counts, Finished, Rejected, Sampling, Started
 from gateway.http.errors import ApiError, bad_value
 from gateway.http.shapes import MAX_SUBMISSIONS, FinishReason, Generation, Usage
@@ -216,8 +216,8 @@ class Answer:
         reason = ""
         while not reason:
             event = await self._event()
-            if isinstance(event, list):
-                text = self._take(event)
+            if isinstance(event, Output):
+                text = self._take(event.tokens)
                 self._text += text
                 yield text
                 if self._stops.matched:

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from cachestore.client import StoreClient, StoreRequest
+from cachestore.client import Output, StoreClient, StoreRequest
 from cachestore.engine import Engine
 from cachestore.protocol import (
     KEY_VERSION,
@@ -147,8 +147,8 @@ async def answer(request: StoreRequest) -> tuple[Started | None, list[int], Fini
         event = await request.next()
         if isinstance(event, Started):
             started = event
-        elif isinstance(event, list):
-            tokens += event
+        elif isinstance(event, Output):
+            tokens += event.tokens
         else:
             return started, tokens, event
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cachestore.engine import Engine, Runner
+from cachestore.engine import Engine, Runner, Sampled
 from cachestore.index import BlockName, PrefixIndex
 from cachestore.protocol import (
     Abort,
@@ -113,8 +113,8 @@ class RememberingRunner:
                     self.mistakes.append(f"request {row.sequence.request} read something else at {position}")
         return [next_token(row.sequence.tokens) for row in rows if row.samples]
 
-    def collect(self, in_flight: list[int]) -> list[int]:
-        return in_flight
+    def collect(self, in_flight: list[int]) -> list[Sampled]:
+        return [Sampled(token) for token in in_flight]
 
     def _slot(self, sequence: StoreSequence, position: int) -> int:
         return sequence.table[position // self.block_tokens] * self.block_tokens + position % self.block_tokens
@@ -329,7 +329,7 @@ class Harness:
         if connection in self._gone:
             return
         if isinstance(message, Tokens):
-            for request, tokens in message.entries:
+            for request, tokens, _ in message.entries:
                 answer = self.answers[connection, request]
                 assert answer.started
                 assert not answer.over

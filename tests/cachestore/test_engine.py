@@ -356,8 +356,8 @@ def test_all_tokens_of_a_step_are_one_message_to_each_connection() -> None:
     harness.step()
     kinds = [(connection, type(message).__name__) for connection, message in messages]
     assert kinds == [(1, "Started"), (1, "Started"), (2, "Started"), (1, "Tokens"), (2, "Tokens")]
-    assert messages[3][1] == Tokens(entries=[(answer.request, answer.tokens) for answer in mine])
-    assert messages[4][1] == Tokens(entries=[(other.request, other.tokens)])
+    assert messages[3][1] == Tokens(entries=[(answer.request, answer.tokens, []) for answer in mine])
+    assert messages[4][1] == Tokens(entries=[(other.request, other.tokens, [])])
 
 
 def test_started_says_which_block_was_missed_first() -> None:

@@ -290,7 +290,7 @@ def test_b192_what_does_not_fit_is_refused_naming_both_sides(
     with other_tokenizer(default_model, tmp_path / "other") as other:
         tenant = gateway.tenant()
         unfit = {
-            "this store speaks protocol 2, the gateway 1": ["--set", "cachestore.server.PROTOCOL=2"],
+            "this store speaks protocol 3, the gateway 2": ["--set", "cachestore.server.PROTOCOL=3"],
             "this store expects key version 2, not 1": ["--set", "cachestore.server.KEY_VERSION=2"],
             f"{default_model}: the tokenizer files have fingerprint": ["--model", str(other)],
         }

@@ -152,7 +152,7 @@ class Sampled:
 
         def noted_emit(connection: int, message: Message) -> None:
             if isinstance(message, Tokens):
-                for request, tokens in message.entries:
+                for request, tokens, _ in message.entries:
                     self.tokens.setdefault(request, []).extend(tokens)
             elif isinstance(message, Finished):
                 self.ended[message.reason] += 1
