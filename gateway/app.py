@@ -17,6 +17,7 @@ from gateway.completions import Completions
 from gateway.http.openapi import described
 from gateway.http.routing import Route, Router
 from gateway.store_link import StoreLink, StoreUnavailable
+from gateway.telemetry.telemetry import Telemetry
 from gateway.tenants.database import Database
 from gateway.tenants.directory import Directory
 
@@ -40,6 +41,7 @@ async def open_gateway(
     socket_path: Path,
     model_dir: Path | None = None,
     model_name: str | None = None,
+    telemetry: Telemetry,
 ) -> AsyncIterator[Gateway]:
     """A gateway that keeps itself connected to the store at `socket_path` until the block ends.
 
@@ -50,6 +52,11 @@ async def open_gateway(
     try:
         directory = await Directory.open(database, kek_file)
         link = StoreLink(socket_path, directory, model_dir=model_dir, model_name=model_name)
+        telemetry.observe_store(
+            report=lambda: link.report,
+            totals=link.totals,
+            unwrap_failures=lambda: directory.keyring.unwrap_failures,
+        )
         completions = Completions(directory, link)
         health = Health(link, completions)
         connecting = asyncio.create_task(link.run())
@@ -59,15 +66,18 @@ async def open_gateway(
                 link,
                 completions,
                 tenant_app=_router(
-                    described([*health.routes(), *completions.routes()], "/openapi.json", "Saltern"), directory
+                    described([*health.routes(), *completions.routes()], "/openapi.json", "Saltern"),
+                    directory,
+                    telemetry,
                 ),
                 admin_app=_router(
                     described(
-                        [*health.routes(), *admin_routes(directory, link)],
+                        [*health.routes(), *telemetry.routes(), *admin_routes(directory, link)],
                         "/admin/openapi.json",
                         "Saltern, administration",
                     ),
                     directory,
+                    telemetry,
                 ),
             )
         finally:
@@ -79,9 +89,12 @@ async def open_gateway(
         await database.close()
 
 
-def _router(routes: list[Route], directory: Directory) -> Router:
+def _router(routes: list[Route], directory: Directory, telemetry: Telemetry) -> Router:
     return Router(
-        routes, authenticate_tenant=directory.authenticate, authenticate_admin=directory.authenticate_admin
+        routes,
+        authenticate_tenant=directory.authenticate,
+        authenticate_admin=directory.authenticate_admin,
+        observe=telemetry.observe,
     )
 
 

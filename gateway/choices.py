@@ -65,6 +65,11 @@ class Choices:
             running -= piece.finish_reason is not None
             yield piece
 
+    def finish_reasons(self) -> list[FinishReason]:
+        """Of the choices that came to their end, in their order."""
+        answers = [self._answers[index] for index in sorted(self._answers)]
+        return [answer.finish_reason for answer in answers if answer.finish_reason]
+
     def usage(self) -> Usage:
         """True counts once all have ended: each prompt once, cache counts of first choices, output of all."""
         firsts = [self._answers[index].usage() for index in range(0, self.count, self._n)]

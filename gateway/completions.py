@@ -52,6 +52,7 @@ from gateway.prompt.memory import Owner
 from gateway.prompt.tokens import Prompt
 from gateway.served_model import ServedModel
 from gateway.store_link import Connection, StoreLink, StoreUnavailable
+from gateway.telemetry.record import Operation, Prepared, RequestRecord, Span, now_ns
 from gateway.tenants.directory import Directory, Principal
 
 log = logging.getLogger("saltern.gateway")
@@ -74,6 +75,7 @@ class Head:
 class ChatShape:
     """How an answer looks on `/v1/chat/completions`."""
 
+    operation: Operation = "chat"
     id_prefix = "chatcmpl-"
 
     @staticmethod
@@ -100,6 +102,7 @@ class ChatShape:
 class TextShape:
     """How an answer looks on `/v1/completions`."""
 
+    operation: Operation = "text_completion"
     id_prefix = "cmpl-"
 
     @staticmethod
@@ -182,6 +185,7 @@ class Completions:
         body, ignored = read_generation_request(await read_object(request), ChatRequest)
         connection = self._serving(body.model)
         model, wanted, principal = connection.model, body.generation(), request.state.principal
+        _note(request.state.record, model, ChatShape, wanted)
         messages = body.conversation()
         _check_size(model, sum(len(text.encode("utf-8")) for message in messages for text in message.values()))
         owner = Owner(principal.account, principal.epoch, wanted.scope)
@@ -189,12 +193,13 @@ class Completions:
         def tokenise() -> list[Prompt]:
             return [model.template.prompt(messages, lambda segments: model.memory.recall(owner, segments))]
 
-        return self._respond(principal, connection, ChatShape, wanted, ignored, tokenise)
+        return self._respond(request, connection, ChatShape, wanted, ignored, tokenise)
 
     async def text(self, request: Request) -> ASGIApp:
         body, ignored = read_generation_request(await read_object(request), CompletionRequest)
         connection = self._serving(body.model)
         model, wanted, prompts = connection.model, body.generation(), body.prompts()
+        _note(request.state.record, model, TextShape, wanted)
         # Before anything is tokenised.
         generation.check_submissions(len(prompts), wanted.n)
         for prompt in prompts:
@@ -207,7 +212,7 @@ class Completions:
             tokenizer = model.tokenizer
             return [tokenizer.completion(p) if isinstance(p, str) else tokenizer.given(p) for p in prompts]
 
-        return self._respond(request.state.principal, connection, TextShape, wanted, ignored, tokenise)
+        return self._respond(request, connection, TextShape, wanted, ignored, tokenise)
 
     def _serving(self, model: str) -> Connection:
         if self.draining:
@@ -220,22 +225,29 @@ class Completions:
 
     def _respond(
         self,
-        principal: Principal,
+        request: Request,
         connection: Connection,
         shape: Shape,
         wanted: Generation,
         ignored: tuple[str, ...],
         tokenise: Callable[[], list[Prompt]],
     ) -> ASGIApp:
+        principal: Principal = request.state.principal
+        record: RequestRecord = request.state.record
+
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
             await self._while_connected(receive, answer(scope, receive, send))
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            start_ns = now_ns()
             prompts = await self._tokenised(principal, tokenise)
+            record.prepared = Span(start_ns, now_ns()), _prepared(prompts, record.block_tokens)
             seed = secrets.randbits(64) if wanted.seed is None else wanted.seed
 
             async def submit(prompt: Prompt, choice: int) -> Answer:
-                return await generation.start(self._directory, connection, principal, prompt, wanted, seed + choice)
+                return await generation.start(
+                    self._directory, connection, principal, prompt, wanted, seed, choice, record
+                )
 
             choices = Choices(submit, prompts, wanted.n, self._closing)
             head = Head(f"{shape.id_prefix}{secrets.token_hex(12)}", int(time.time()), connection.model.name)
@@ -243,13 +255,15 @@ class Completions:
             self._choices.add(choices)
             try:
                 await choices.admitted()
+                record.response_id = head.id
                 if wanted.stream:
-                    await _stream(send, choices, shape, head, wanted, headers)
+                    await _stream(send, choices, shape, head, wanted, headers, record)
                 else:
                     response = await _whole(choices, shape, head, headers)
                     await response(scope, receive, send)
             finally:
                 self._choices.discard(choices)
+                record.finish_reasons = choices.finish_reasons()
                 choices.close()
 
         return respond
@@ -310,6 +324,19 @@ def _shutting_down() -> StoreUnavailable:
     return StoreUnavailable("The server is shutting down. Send the request again.")
 
 
+def _note(record: RequestRecord, model: ServedModel, shape: Shape, wanted: Generation) -> None:
+    record.model, record.operation, record.generation = model.name, shape.operation, wanted
+    record.block_tokens = model.store.geometry.block_tokens
+
+
+def _prepared(prompts: list[Prompt], block_tokens: int) -> Prepared:
+    return Prepared(
+        tokens=sum(len(prompt.tokens) for prompt in prompts),
+        blocks=sum(len(prompt.tokens) // block_tokens for prompt in prompts),
+        remembered_tokens=sum(prompt.remembered_tokens for prompt in prompts),
+    )
+
+
 def _check_size(model: ServedModel, size_bytes: int) -> None:
     """Refuse what can't fit by its bytes, before anything is tokenised."""
     most = model.context_tokens * model.tokenizer.longest_token_bytes
@@ -336,7 +363,13 @@ async def _whole(choices: Choices, shape: Shape, head: Head, headers: dict[str, 
 
 
 async def _stream(
-    send: Send, choices: Choices, shape: Shape, head: Head, wanted: Generation, headers: dict[str, str]
+    send: Send,
+    choices: Choices,
+    shape: Shape,
+    head: Head,
+    wanted: Generation,
+    headers: dict[str, str],
+    record: RequestRecord,
 ) -> None:
     """The answer as server-sent events. A failure after the headers is the last event."""
     raw = [(name.encode("ascii"), value.encode("ascii")) for name, value in (sse.HEADERS | headers).items()]
@@ -356,7 +389,9 @@ async def _stream(
             first = None if piece.index in opened else shape.first(head, piece.index, none_yet)
             opened.add(piece.index)
             await say(*([sse.event(first)] if first else []), sse.event(shape.piece(head, piece, none_yet)))
+            record.first_chunk_ns = record.first_chunk_ns or now_ns()
     except ApiError as error:
+        record.fail(error)
         await say(sse.error_event(error), more=False)
         return
     ending = [sse.event(shape.usage(head, choices.usage()))] if wanted.include_usage else []

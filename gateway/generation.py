@@ -27,6 +27,7 @@ from gateway.prompt.stops import StopStrings
 from gateway.prompt.tokens import Prompt, Segment
 from gateway.served_model import ServedModel
 from gateway.store_link import Connection, StoreUnavailable
+from gateway.telemetry.record import RequestRecord, Submission
 from gateway.tenants.directory import Directory, Principal
 from gateway.tenants.keyring import SaltUnavailable
 
@@ -78,8 +79,12 @@ async def start(
     prompt: Prompt,
     generation: Generation,
     seed: int,
+    choice: int,
+    record: RequestRecord,
 ) -> Answer:
-    """Submit the prompt and wait until the store has admitted it. `seed` is taken modulo 2^64.
+    """Submit the prompt as a choice of its request and wait until the store has admitted it.
+
+    Each choice samples with a seed of its own, `seed` + `choice` modulo 2^64.
 
     Raises:
         ApiError: 400 too long, 401 the key is no longer active, 503 no salt, no store or no room in time.
@@ -95,7 +100,7 @@ async def start(
         temperature=generation.temperature,
         top_k=generation.top_k,
         top_p=generation.top_p,
-        seed=seed % (1 << 64),
+        seed=(seed + choice) % (1 << 64),
         stop_token_ids=[] if generation.ignore_eos else list(model.tokenizer.stop_token_ids),
     )
     deadline_ns = time.monotonic_ns() + QUEUE_WAIT_SECONDS * 1_000_000_000
@@ -128,7 +133,8 @@ async def start(
             # Lost while the prompt was made ready: whatever ended the store, this request was not it.
             raise StoreUnavailable("The model is not available at the moment. Try again in a second.") from None
         owner = Owner(standing.account, epoch, generation.scope)
-        answer = Answer(connection, owner, prompt, generation, chain, request, aligned.keys)
+        submission = record.submission(len(prompt.tokens), first=choice == 0)
+        answer = Answer(connection, owner, prompt, generation, chain, request, aligned.keys, submission)
         rejected = await answer.admitted()
         if rejected is None:
             return answer
@@ -162,6 +168,7 @@ class Answer:
         chain: ChainKey,
         request: StoreRequest,
         keys: list[bytes],
+        submission: Submission,
     ) -> None:
         self.finish_reason: FinishReason | None = None
         self.cached_tokens = 0
@@ -173,6 +180,7 @@ class Answer:
         self._tokens: array[int] = prompt.tokens[:]
         self._chain = chain
         self._request = request
+        self._submission = submission
         self._last_key = keys[-1] if keys else chain.root
         self._detokenizer = Detokenizer(connection.model.tokenizer)
         self._stops = StopStrings(generation.stop)
@@ -197,8 +205,10 @@ class Answer:
             raise
         if isinstance(event, Rejected):
             self._ended = True
+            self._submission.refuse(event)
             return event
         if isinstance(event, Started):
+            self._submission.started = event
             self.cached_tokens = event.cached_tokens
             return None
         # Aborted before it was admitted: its tenant was deleted.
@@ -243,6 +253,7 @@ class Answer:
             return await self._request.next()
         except StoreLost:
             self._ended = True
+            self._submission.lose(self._output_tokens)
             raise self._connection.lost() from None
 
     def _take(self, tokens: list[int]) -> str:
@@ -299,8 +310,14 @@ class Answer:
             raise StoreUnavailable("The model's process does not answer. Send the request again.") from None
         return event
 
+    @property
+    def _output_tokens(self) -> int:
+        """Tokens of the answer so far; none after the one that completed a stop string."""
+        return len(self._tokens) - self._prompt_tokens
+
     def _end(self, finished: Finished) -> None:
         self._ended = True
+        self._submission.finish(finished, self._output_tokens)
         self._counts = finished.counts
         self._request.seal([], last=True)
 
@@ -310,14 +327,20 @@ class Answer:
             return
         self._ended = True
         self._request.abort()
-        # The end may be here already, taken or not.
-        finished = self._request.finished
         try:
-            ended = finished or await self._until_end()
+            # The end may be here already, taken or not.
+            ended = self._request.finished or await self._until_end()
+            if isinstance(ended, Finished):
+                sampled = self._output_tokens if self._stops.matched else ended.counts.output_tokens
+                self._submission.finish(ended, sampled)
+                self._request.seal([], last=True)
+            else:
+                self._submission.refuse(ended)
         except StoreUnavailable:
             return
-        if isinstance(ended, Finished):
-            self._request.seal([], last=True)
+        finally:
+            # Nothing, where its end was noted.
+            self._submission.lose(self._output_tokens)
 
     def usage(self) -> Usage:
         """True counts, once the answer has ended."""
@@ -326,5 +349,5 @@ class Answer:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self.cached_tokens,
             cache_write_tokens=self._counts.written_blocks * self._model.store.geometry.block_tokens,
-            completion_tokens=len(self._tokens) - self._prompt_tokens,
+            completion_tokens=self._output_tokens,
         )

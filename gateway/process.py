@@ -30,6 +30,8 @@ from gateway.http.connection import Connection
 from gateway.served_model import ServedModel
 from gateway.settings import Settings, SettingsError
 from gateway.supervisor import StoreEnded, Supervisor, store_command
+from gateway.telemetry.providers import Exporters
+from gateway.telemetry.telemetry import Telemetry
 from gateway.tenants.database import CannotOpen
 from gateway.tenants.vault import VaultError
 
@@ -69,6 +71,7 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
     stop = asyncio.Event()
     supervisors: list[Supervisor] = []
     _handle_signals(stop, supervisors)
+    telemetry = Telemetry(Exporters.from_environment(os.environ))
     try:
         if store_arguments is not None:
             await _until_nobody_serves(settings.socket, stop)
@@ -79,6 +82,7 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
             # The store's own word is the directory; a gateway of its own may have the files elsewhere.
             model_dir=settings.model_dir if store_arguments is None else None,
             model_name=settings.model_name,
+            telemetry=telemetry,
         ) as gateway:
             admin_key = await gateway.directory.ensure_first_admin_key(settings.data_dir)
             admin_url = _url(ADMIN_HOST, admin_socket)
@@ -119,6 +123,7 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
                 await asyncio.wait(listening, timeout=LISTENERS_END_SECONDS)
                 await asyncio.gather(*watching, return_exceptions=True)
     finally:
+        await telemetry.close()
         tenant_socket.close()
         admin_socket.close()
     return 0

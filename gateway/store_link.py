@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cachestore.client import StoreClient, StoreLost, StoreRefused
+from cachestore.protocol import StatsReport
 from gateway.http.errors import ApiError, Unavailable
 from gateway.prompt.model_files import ModelFilesError
 from gateway.served_model import ServedModel
+from gateway.telemetry.store_totals import StoreTotals, Totals
 from gateway.tenants.directory import Directory
 from gateway.tenants.fences import Dropped, PendingFence
 
@@ -83,6 +85,7 @@ class StoreLink:
         self._early_losses = 0
         # The last one there was, gone or not.
         self._client: StoreClient | None = None
+        self._totals = StoreTotals()
 
     @property
     def heard_at(self) -> float:
@@ -114,6 +117,17 @@ class StoreLink:
             return "the store has work and makes no steps"
         return None
 
+    @property
+    def report(self) -> StatsReport | None:
+        """What the connected store last said of itself, at most a second ago; None without one."""
+        return None if self._client is None or self._client.closed.is_set() else self._client.report
+
+    def totals(self) -> Totals:
+        """What all stores that there were have counted."""
+        if self._client is not None and (report := self._client.report):
+            self._totals.take(self._client.welcome.store, report)
+        return self._totals.totals
+
     async def drop(self, fence: PendingFence) -> Dropped | None:
         """What the fence asks for has left the index when this returns; None: nobody answered."""
         if self._fencing is None:
@@ -138,6 +152,7 @@ class StoreLink:
                     if self._connection is not None:
                         self._early_losses = self._early_losses + 1 if self._connection.lost_early else 0
                     self._fencing = self._connection = None
+                    self.totals()
                     self.connected.clear()
                     client.close()
             except StoreLost:

@@ -15,16 +15,18 @@ import secrets
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.errors import CLOSE, ApiError
+from gateway.telemetry.record import RequestRecord, Span, now_ns
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger("saltern.gateway")
 
+P = TypeVar("P")
 RawHeaders = list[tuple[bytes, bytes]]
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -55,6 +57,13 @@ def check_headers(headers: RawHeaders) -> None:
         raise ApiError(431, message, headers=(CLOSE,))
 
 
+class TenantPrincipal(Protocol):
+    """Whoever holds a tenant's key."""
+
+    @property
+    def tenant_id(self) -> str: ...
+
+
 class AdminPrincipal(Protocol):
     """Whoever holds an admin key: `scopes` are `<resource>:read` or `<resource>:write`."""
 
@@ -71,7 +80,7 @@ class Route:
         path: with `{name}` for a segment, found in `request.path_params`.
         auth: `public`, `tenant` or `admin:<resource>:<read|write>`.
         handler: returns the response as an ASGI application. On `tenant` and `admin` routes
-            `request.state.principal` is who called; `request.state.request_id` is always there.
+            `request.state.principal` is who called; `request.state.record` is what is noted of the request.
 
         The others describe it in the OpenAPI document; types are what msgspec reads and writes.
 
@@ -111,18 +120,21 @@ class Router:
         routes: the table.
         authenticate_tenant: answers who sent these raw headers, or raises `Unauthorized`.
         authenticate_admin: the same for admin keys.
+        observe: told of every request when it is over; nobody is by default.
     """
 
     def __init__(
         self,
         routes: Iterable[Route],
         *,
-        authenticate_tenant: Callable[[RawHeaders], Awaitable[object]],
+        authenticate_tenant: Callable[[RawHeaders], Awaitable[TenantPrincipal]],
         authenticate_admin: Callable[[RawHeaders], Awaitable[AdminPrincipal]],
+        observe: Callable[[RequestRecord], None] = lambda record: None,
     ) -> None:
         self.routes = tuple(routes)
         self._authenticate_tenant = authenticate_tenant
         self._authenticate_admin = authenticate_admin
+        self._observe = observe
         self._paths: dict[str, dict[str, Route]] = {}
         for route in self.routes:
             methods = self._paths.setdefault(route.path, {})
@@ -138,23 +150,29 @@ class Router:
             await send({"type": "websocket.close"})
         if scope["type"] != "http":
             return
-        request_id = new_request_id()
-        scope.setdefault("state", {})["request_id"] = request_id
-        started = False
+        record = RequestRecord(
+            request_id=new_request_id(), method=scope["method"], headers=scope["headers"], observe=self._observe
+        )
+        scope.setdefault("state", {})["record"] = record
+        try:
+            await self._answer(scope, receive, send, record)
+        finally:
+            record.release()
 
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
         async def send_with_id(message: Message) -> None:
-            nonlocal started
             if message["type"] == "http.response.start":
-                started = True
-                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode("ascii"))]
+                record.status = message["status"]
+                headers = [*message.get("headers", ()), (b"x-request-id", record.request_id.encode("ascii"))]
                 message = {**message, "headers": headers}
             await send(message)
 
         try:
             check_headers(scope["headers"])
-            response = await self._respond(scope, receive, send_with_id)
+            response = await self._respond(scope, receive, send_with_id, record)
             await response(scope, receive, send_with_id)
         except ClientDisconnect:
+            record.disconnected = True
             return
         except ApiError as error:
             failure = error
@@ -162,24 +180,28 @@ class Router:
             # Neither the exception's text nor its traceback is logged: both may quote what a tenant sent.
             where = traceback.extract_tb(error.__traceback__)[-1]
             kind = type(error).__name__
-            logger.error("request %s failed: %s at %s:%s", request_id, kind, where.filename, where.lineno)
+            log.error("request %s failed: %s at %s:%s", record.request_id, kind, where.filename, where.lineno)
             message = "The server failed on this request; its log names the cause under the request id."
             failure = ApiError(500, message, "server_error")
         else:
             return
+        record.fail(failure)
         # A response that began can only be cut short: the server closes its connection.
-        if not started:
+        if not record.status:
             await failure.response()(scope, receive, send_with_id)
 
-    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> ASGIApp:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> ASGIApp:
         route, path_params = self._match(scope["path"], scope["method"])
+        record.route, record.is_public = route.path, route.auth == "public"
         scope["path_params"] = path_params
         request = Request(scope, receive, send)
         headers = list(scope["headers"])
         if route.auth == "tenant":
-            request.state.principal = await self._authenticate_tenant(headers)
+            tenant = await _timed(record, self._authenticate_tenant(headers))
+            record.tenant_id = tenant.tenant_id
+            request.state.principal = tenant
         elif route.auth != "public":
-            admin = await self._authenticate_admin(headers)
+            admin = await _timed(record, self._authenticate_admin(headers))
             needed = route.auth.removeprefix("admin:")
             if needed not in admin.scopes:
                 raise ApiError(403, f"This key lacks the scope {needed}.", "permission_error")
@@ -195,3 +217,15 @@ class Router:
                 allow = ", ".join(sorted(methods))
                 raise ApiError(405, f"This path answers {allow}.", headers=(("allow", allow),))
         raise ApiError(404, "No such path. Paths are case-sensitive and end without a slash.", code="not_found")
+
+
+async def _timed(record: RequestRecord, authentication: Awaitable[P]) -> P:
+    """Note when it was and how it ended."""
+    start_ns, error = now_ns(), None
+    try:
+        return await authentication
+    except ApiError as refusal:
+        error = refusal.code or str(refusal.status)
+        raise
+    finally:
+        record.authenticated = Span(start_ns, now_ns(), error)

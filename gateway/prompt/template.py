@@ -62,13 +62,13 @@ class ChatTemplate:
         if not spellings:
             rendered = self._render(messages)
             segments = tuple(self._cut(rendered))
-            remembered, tokens = recall(segments)
+            remembered, known = recall(segments)
             rest = self._encode_after(segments, remembered)
             controls = sum(segment.kind == "control" for segment in segments[remembered:])
             # More control tokens than the template wrote come from content: a normaliser made a spelling, or
             # ordinary pieces merged into one.
             if sum(map(tokenizer.control_ids.__contains__, rest)) <= controls:
-                return _checked(Prompt(tokens + rest, segments))
+                return _checked(Prompt(known + rest, segments, len(known)))
         markers = dict(zip(sorted(spellings), _unused_characters(strings), strict=False))
         if len(markers) < len(spellings):
             raise bad_value("messages", "The messages use every private-use character; leave some out.")
@@ -81,11 +81,12 @@ class ChatTemplate:
             segment if segment.kind == "control" else Segment("content", segment.text.translate(restore))
             for segment in self._cut(self._render(marked))
         )
-        remembered, tokens = recall(segments)
+        remembered, known = recall(segments)
+        tokens = known[:]
         for segment in segments[remembered:]:
             encode = tokenizer.encode if segment.kind == "control" else tokenizer.encode_plain
             tokens.extend(encode(segment.text))
-        return _checked(Prompt(tokens, segments))
+        return _checked(Prompt(tokens, segments, len(known)))
 
     def _encode_after(self, segments: tuple[Segment, ...], remembered: int) -> array[int]:
         """Ids of the segments after the first `remembered`, as they would be in one piece with those."""

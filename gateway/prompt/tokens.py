@@ -27,10 +27,17 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the model reads. `tokens` are ids (`array('I')`); `segments` are what they spell, for a chat."""
+    """What the model reads.
+
+    Attributes:
+        tokens: ids (`array('I')`).
+        segments: what they spell, for a chat.
+        remembered_tokens: how many of them were not tokenised again.
+    """
 
     tokens: array[int]
     segments: tuple[Segment, ...] = ()
+    remembered_tokens: int = 0
 
     def __repr__(self) -> str:
         return f"<Prompt of {len(self.tokens)} tokens>"

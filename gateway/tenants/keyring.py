@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -48,6 +49,8 @@ class Keyring:
         self._database = database
         self._provider = provider
         self._clock = clock
+        # By purpose; a secret that is gone did not fail to open.
+        self.unwrap_failures: Counter[str] = Counter()
         self._opened: dict[Place, tuple[Secret, datetime]] = {}  # oldest first
 
     @classmethod
@@ -103,6 +106,7 @@ class Keyring:
         except VaultError as error:
             # One that is gone was destroyed by a rotation that the caller has not seen yet, most of the time.
             if not isinstance(error, SecretGone):
+                self.unwrap_failures[place.purpose] += 1
                 logger.error("%s", error)
             raise SaltUnavailable from error
         self._opened.setdefault(place, (secret, now))

@@ -21,6 +21,8 @@ from cachestore.protocol import Geometry, Limits, Welcome
 from cachestore.server import StoreServer
 from gateway.app import Gateway, open_gateway
 from gateway.prompt.model_files import read_model_files
+from gateway.telemetry.providers import Exporters
+from gateway.telemetry.telemetry import Telemetry
 from tests.cachestore.support import RememberingRunner
 
 BLOCK_TOKENS = 16
@@ -105,7 +107,13 @@ class InProcess:
 
 @asynccontextmanager
 async def in_process(
-    data_dir: Path, model_dir: Path, blocks: int = 4096, *, runner: RememberingRunner | None = None, **limited: int
+    data_dir: Path,
+    model_dir: Path,
+    blocks: int = 4096,
+    *,
+    runner: RememberingRunner | None = None,
+    telemetry: Telemetry | None = None,
+    **limited: int,
 ) -> AsyncIterator[InProcess]:
     """A gateway connected to a store of `blocks` blocks, until the block ends.
 
@@ -113,6 +121,7 @@ async def in_process(
         data_dir: for the database, the key file and the socket.
         model_dir: whose tokenizer the gateway uses.
         runner: what computes instead of the usual double.
+        telemetry: what is told of requests; nobody hears of them otherwise.
         limited: fields of `Limits` that are not as usual.
     """
     runner = runner or RememberingRunner(BLOCK_TOKENS)
@@ -159,6 +168,7 @@ async def in_process(
                 database_url=f"sqlite+aiosqlite:///{data_dir / 'saltern.db'}",
                 kek_file=data_dir / "kek",
                 socket_path=store.socket_path,
+                telemetry=telemetry or Telemetry(Exporters()),
             ) as gateway,
             _client(gateway.tenant_app) as http,
             _client(gateway.admin_app) as admin,

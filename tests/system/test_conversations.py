@@ -17,6 +17,8 @@ import pytest
 
 from cachestore.protocol import Finished
 from gateway.app import open_gateway
+from gateway.telemetry.providers import Exporters
+from gateway.telemetry.telemetry import Telemetry
 from tests.system.in_process import Customer, InProcess, in_process
 from tests.system.scripted import (
     CHAT,
@@ -112,7 +114,10 @@ async def test_a_conversation_goes_on_through_another_gateway(server: Server, te
 async def another_gateway(data_dir: Path, socket: Path) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a second gateway on the same database and store."""
     async with open_gateway(
-        database_url=f"sqlite+aiosqlite:///{data_dir / 'saltern.db'}", kek_file=data_dir / "kek", socket_path=socket
+        database_url=f"sqlite+aiosqlite:///{data_dir / 'saltern.db'}",
+        kek_file=data_dir / "kek",
+        socket_path=socket,
+        telemetry=Telemetry(Exporters()),
     ) as gateway:
         await gateway.link.connected.wait()
         transport = httpx.ASGITransport(gateway.tenant_app)

@@ -13,6 +13,8 @@ import pytest
 from openai import OpenAI
 
 from gateway.app import open_gateway
+from gateway.telemetry.providers import Exporters
+from gateway.telemetry.telemetry import Telemetry
 from gateway.tenants.registry import Registry
 from tests.system.support import Server, Tenant
 
@@ -120,6 +122,7 @@ async def client_without_a_store(tmp_path: Path) -> AsyncIterator[openai.AsyncOp
         database_url=f"sqlite+aiosqlite:///{tmp_path / 'saltern.db'}",
         kek_file=tmp_path / "kek",
         socket_path=tmp_path / "store.sock",
+        telemetry=Telemetry(Exporters()),
     ) as gateway:
         directory = gateway.directory
         registry = Registry(directory.database, directory.keyring, directory.clock)

@@ -20,10 +20,15 @@ class Admin:
     scopes: frozenset[str]
 
 
-async def tenant(headers: RawHeaders) -> str:
+@dataclass(frozen=True)
+class Tenant:
+    tenant_id: str
+
+
+async def tenant(headers: RawHeaders) -> Tenant:
     if dict(headers).get(b"authorization") != b"Bearer tenant":
         raise Unauthorized
-    return "tenant"
+    return Tenant("tenant")
 
 
 async def admin(headers: RawHeaders) -> Admin:
@@ -35,7 +40,7 @@ async def admin(headers: RawHeaders) -> Admin:
 
 async def answer(request: Request) -> Response:
     who = getattr(request.state, "principal", None)
-    return JSONResponse({"who": str(who), "id": request.path_params.get("id")})
+    return JSONResponse({"who": getattr(who, "tenant_id", None), "id": request.path_params.get("id")})
 
 
 async def read(request: Request) -> Response:
@@ -107,7 +112,7 @@ async def test_line_46_keys_of_the_other_kind_are_401_and_a_missing_scope_is_403
 
 async def test_the_handler_knows_who_called_and_what_was_asked(client: httpx.AsyncClient) -> None:
     assert (await client.get("/v1/models/m", headers=bearer("tenant"))).json() == {"who": "tenant", "id": "m"}
-    assert (await client.get("/livez")).json() == {"who": "None", "id": None}
+    assert (await client.get("/livez")).json() == {"who": None, "id": None}
 
 
 async def test_b129_errors_have_the_form_that_clients_read(client: httpx.AsyncClient) -> None:
