@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from cachestore.blocks import NO_BLOCK
-from cachestore.sampling import SamplingRows
+from cachestore.sampling_rows import SamplingRows
 from cachestore.scheduler import Row
 
 
@@ -51,7 +51,6 @@ class Batch:
             token_ids.append(np.frombuffer(row.sequence.tokens[row.start : end], dtype=np.uint32))
             positions.append(np.arange(row.start, end))
             row_slots.append(slots(table, row.start, end, block_tokens))
-        sampled = [row for row in rows if row.samples]
         sample_rows = [end - 1 for end, row in zip(query_starts[1:], rows, strict=True) if row.samples]
 
         def tensor(values: npt.NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
@@ -67,9 +66,7 @@ class Batch:
             max_query_tokens=int(counts.max()),
             max_context_tokens=int((starts + counts).max()),
             sample_rows=tensor(np.array(sample_rows, dtype=np.int64), torch.int64),
-            sampling=SamplingRows.of(
-                [row.sequence.sampling for row in sampled], [row.sequence.output_tokens for row in sampled], device
-            ),
+            sampling=SamplingRows.of([row.sequence for row in rows if row.samples], device),
         )
 
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, Protocol
 
 from cachestore.blocks import BlockPool
@@ -131,16 +132,20 @@ class Engine:
         """Queue a request, or answer `Rejected`.
 
         Raises:
-            ProtocolError: the id is in use, the tokens are no whole ids of the vocabulary, or the keys don't cover
-                exactly the prompt's full blocks, each with a key of its own.
+            ProtocolError: the id is in use, the tokens are no whole ids of the vocabulary, the sampling names ids
+                outside it or biases one twice, or the keys don't cover exactly the prompt's full blocks, each with
+                a key of its own.
         """
         if (connection, message.request) in self._sequences:
             raise ProtocolError("a request id is used twice at once")
         if not message.tokens or len(message.tokens) % TOKEN_BYTES:
             raise ProtocolError(f"{len(message.tokens)} bytes are no list of 4-byte token ids")
         sequence = Sequence.from_submit(connection, message, self._clock_ns())
-        if max(sequence.tokens) >= self.limits.vocabulary_tokens:
+        biased = [token for token, _ in message.sampling.logit_bias]
+        if max(chain(sequence.tokens, biased, sequence.stop_token_ids)) >= self.limits.vocabulary_tokens:
             raise ProtocolError("a token id is outside the vocabulary")
+        if len(set(biased)) != len(biased):
+            raise ProtocolError("a token is biased twice")
         if len(message.keys) != sequence.prompt_tokens // self.block_tokens * KEY_BYTES:
             raise ProtocolError("a prompt needs one key for each of its full blocks")
         _check_distinct(sequence.keys)

@@ -23,7 +23,7 @@ from cachestore.batch import Batch
 from cachestore.engine import Sampled
 from cachestore.geometry import BlockLayout
 from cachestore.protocol import DType
-from cachestore.sampling import sample
+from cachestore.sampling import Samples, sample
 from cachestore.scheduler import Row
 from cachestore.start_error import StartError
 from kernels import select
@@ -168,13 +168,6 @@ class Model:
         return logits
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A step that was launched: int64 [R], one token per row that samples."""
-
-    tokens: torch.Tensor
-
-
 class ModelRunner:
     """Computes steps: packs the rows, runs the model over the cache, samples."""
 
@@ -183,9 +176,9 @@ class ModelRunner:
         self.cache = cache
         self.block_tokens = block_tokens
 
-    def launch(self, rows: List[Row]) -> InFlight:
+    def launch(self, rows: List[Row]) -> Samples:
         batch = Batch.from_rows(rows, self.block_tokens, self.model.device)
-        return InFlight(sample(self.model.logits(batch, self.cache, batch.sample_rows), batch.sampling))
+        return sample(self.model.logits(batch, self.cache, batch.sample_rows), batch.sampling)
 
-    def collect(self, in_flight: InFlight) -> list[Sampled]:
-        return [Sampled(token) for token in in_flight.tokens.tolist()]
+    def collect(self, in_flight: Samples) -> list[Sampled]:
+        return in_flight.collect()

@@ -1,133 +1,207 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p, for all rows of a step together.
+"""From logits to tokens, for all rows of a step together.
 
-Random numbers are counter-based: Philox4x32-10 (Salmon et al., 2011) keyed by the request's seed and counted by the
-index of the output token. Nothing is carried between steps, so a token does not depend on slots, batches or
-preemption. A row's choice does not depend on which other rows are sampled with it.
+What happens to the logits of a row, in this order:
+
+1. `logprobs`: the log-softmax of the model's logits as they are, before anything below.
+2. `repetition_penalty`, of every token in prompt or output: a positive logit is divided by it, another multiplied.
+3. `presence_penalty` once and `frequency_penalty` times its count are subtracted from every token in the output.
+4. `logit_bias` is added.
+5. Before `min_tokens` tokens of output, stop tokens get -inf.
+6. Temperature 0 takes the greatest; of equals, here and below, the lower token id comes first. Otherwise:
+7. Division by `temperature`, and softmax.
+8. `min_p` drops what is less likely than so much of the likeliest.
+9. `top_k` keeps the likeliest.
+10. `top_p` keeps the fewest of these whose probability, in proportion to all that are left, reaches it.
+11. The draw among what is kept.
+
+A row that has no finite logit after step 5, or one that is NaN or +inf, has no token. Steps 2 to 5 are done in float32,
+1 and 7 to 11 in float64.
+
+Random numbers are counter-based: Philox keyed by the request's seed and counted by the index of the output token.
+Nothing is carried between steps, penalties included, so a token does not depend on slots, batches or preemption. A
+row's choice does not depend on which other rows are sampled with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from cachestore.protocol import Sampling
+from cachestore.engine import Sampled
+from cachestore.philox import philox_uniform
+from cachestore.protocol import TokenLogprobs
+from cachestore.sampling_rows import SamplingRows
 
-_WORD = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+NO_TOKEN = -1
+# JSON has no -inf.
+LEAST_LOGPROB = -9999.0
+# What top-k and top-p keep is nearly always among so many, and sorting a whole vocabulary costs many times the rest.
+_SHORTLIST_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """The sampling parameters of R rows as tensors.
+class Logprobs:
+    """The log probabilities of L rows, of which K is the most that one asks for.
 
     Attributes:
-        temperature, top_p: float64 [R]; top_k: int64 [R], 0 is off.
-        seeds: the 64-bit seeds as pairs of 32-bit words, int64 [R, 2].
-        output_index: int64 [R], how many tokens the request has generated before.
-        drawn: int64, the rows that are not greedy; filtered: which of those have a top-k or top-p (bool).
+        told: as of `SamplingRows`.
+        sampled: float64 [L], of the token that was sampled.
+        top_tokens: int64 [L, K], the likeliest first; top: float64 [L, K].
     """
 
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    seeds: torch.Tensor
-    output_index: torch.Tensor
-    drawn: torch.Tensor
-    filtered: torch.Tensor
+    told: list[tuple[int, int]]
+    sampled: torch.Tensor
+    top_tokens: torch.Tensor
+    top: torch.Tensor
 
-    @classmethod
-    def of(cls, rows: Sequence[Sampling], output_index: Sequence[int], device: torch.device) -> SamplingRows:
-        drawn = [row for row, sampling in enumerate(rows) if sampling.temperature > 0]
-        filtered = [rows[row].top_k > 0 or rows[row].top_p < 1 for row in drawn]
-        return cls(
-            temperature=torch.tensor([s.temperature for s in rows], dtype=torch.float64, device=device),
-            top_k=torch.tensor([s.top_k for s in rows], dtype=torch.int64, device=device),
-            top_p=torch.tensor([s.top_p for s in rows], dtype=torch.float64, device=device),
-            seeds=torch.tensor(
-                [(s.seed & _WORD, s.seed >> 32) for s in rows], dtype=torch.int64, device=device
-            ).reshape(-1, 2),
-            output_index=torch.tensor(list(output_index), dtype=torch.int64, device=device),
-            drawn=torch.tensor(drawn, dtype=torch.int64, device=device),
-            filtered=torch.tensor(filtered, dtype=torch.bool, device=device),
-        )
+    def by_row(self) -> dict[int, TokenLogprobs]:
+        tops = map(zip, self.top_tokens.tolist(), self.top.tolist())
+        return {
+            row: TokenLogprobs(sampled, list(top)[:count])
+            for (row, count), sampled, top in zip(self.told, self.sampled.tolist(), tops, strict=True)
+        }
 
 
-def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """One token per row.
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What R rows were sampled to: tokens int64 [R], NO_TOKEN where the logits leave none."""
+
+    tokens: torch.Tensor
+    logprobs: Logprobs | None
+
+    def collect(self) -> list[Sampled]:
+        """Wait for them and read them."""
+        told = self.logprobs.by_row() if self.logprobs else {}
+        return [
+            Sampled(None) if token == NO_TOKEN else Sampled(token, told.get(row))
+            for row, token in enumerate(self.tokens.tolist())
+        ]
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows) -> Samples:
+    """One token per row, and log probabilities of the rows that ask for them.
 
     Args:
-        logits: [R, vocabulary], any float dtype.
-
-    Returns:
-        int64 [R].
+        logits: [R, vocabulary], any float dtype; they stay as they are.
     """
-    tokens = logits.argmax(dim=-1)
+    scores = _adjusted(logits, rows) if rows.penalties or rows.offsets else logits
+    tokens = scores.argmax(dim=-1)
+    # NaN is greater than all else to `argmax`.
+    possible = scores.gather(-1, tokens[:, None]).isfinite()
     if len(rows.drawn):
-        drawn = rows.drawn
-        uniform = philox_uniform(rows.seeds[drawn], rows.output_index[drawn])
-        scores = logits[drawn].double()
-        # The best score becomes 0 before the division: a tiny temperature must not make infinities.
-        scores = (scores - scores.amax(dim=-1, keepdim=True)) / rows.temperature[drawn, None]
-        tokens[drawn] = _draw(scores.softmax(dim=-1), uniform)
-        if len(kept := rows.filtered.nonzero().flatten()):
-            chosen = drawn[kept]
-            tokens[chosen] = _draw_filtered(scores[kept], rows.top_k[chosen], rows.top_p[chosen], uniform[kept])
+        # What has no token is drawn from all the same, and evenly, so that no NaN comes up.
+        drawn_from = scores[rows.drawn].float().masked_fill_(~possible[rows.drawn], 0.0)
+        tokens[rows.drawn] = _draw_rows(drawn_from, rows)
+    tokens = tokens.masked_fill(~possible.flatten(), NO_TOKEN)
+    return Samples(tokens, _logprobs(logits, tokens, rows.told) if rows.told else None)
+
+
+def _adjusted(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    scores = logits.to(torch.float32, copy=True)
+    if penalties := rows.penalties:
+        found = scores[penalties.rows, penalties.tokens]
+        penalised = torch.where(found > 0, found / penalties.values, found * penalties.values)
+        scores[penalties.rows, penalties.tokens] = penalised
+    for offset in rows.offsets:
+        scores[offset.rows, offset.tokens] += offset.values
+    return scores
+
+
+def _draw_rows(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """A token for each of the D rows that are not greedy: float32 [D, vocabulary] → int64 [D]."""
+    exact = scores.double()
+    # The best score becomes 0 before the division: a tiny temperature must not make infinities.
+    exact = (exact - exact.amax(dim=-1, keepdim=True)) / rows.temperature[:, None]
+    probabilities = exact.softmax(dim=-1)
+    if len(rows.floored):
+        some = probabilities[rows.floored]
+        least = rows.min_p[:, None] * some.amax(dim=-1, keepdim=True)
+        probabilities[rows.floored] = some.masked_fill_(some < least, 0.0)
+    cumulative = probabilities.cumsum(dim=-1)
+    uniform = philox_uniform(rows.seeds, rows.output_index)
+    tokens = _draw(cumulative, uniform)
+    if len(cut := rows.cut):
+        vocabulary_tokens = scores.shape[-1]
+        limits = torch.where(rows.top_k > 0, rows.top_k.clamp(max=vocabulary_tokens), vocabulary_tokens)
+        masses = cumulative[cut, -1]
+        tokens[cut] = _draw_cut(
+            _ranking(scores[cut]), probabilities[cut], masses, limits, rows.top_p, uniform[cut], _SHORTLIST_TOKENS
+        )
     return tokens
 
 
-def _draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def _draw(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """The inverse of each row's distribution function at `uniform`; never a token of probability 0."""
-    cumulative = probabilities.cumsum(dim=-1)
+    mass = cumulative[:, -1:].contiguous()
     # A draw at the very end of the last step of the function would fall off it by rounding.
-    last = (probabilities > 0).cumsum(dim=-1).argmax(dim=-1)
-    threshold = uniform[:, None] * cumulative[:, -1:]
-    return torch.minimum(torch.searchsorted(cumulative, threshold, right=True).flatten(), last)
+    last = torch.searchsorted(cumulative, mass)
+    return torch.minimum(torch.searchsorted(cumulative, uniform[:, None] * mass, right=True), last).flatten()
 
 
-def _draw_filtered(
-    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tensor
+def _draw_cut(
+    ranking: torch.Tensor,
+    probabilities: torch.Tensor,
+    masses: torch.Tensor,
+    limits: torch.Tensor,
+    top_p: torch.Tensor,
+    uniform: torch.Tensor,
+    shortlist_tokens: int,
 ) -> torch.Tensor:
-    """Keep the `top_k` best, then of those the fewest whose probability reaches `top_p`, and draw among them."""
-    scores, order = scores.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(scores.shape[-1], device=scores.device)
-    limit = torch.where(top_k > 0, top_k, scores.shape[-1])[:, None]
-    probabilities = scores.masked_fill(ranks >= limit, -torch.inf).softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    kept = probabilities.masked_fill(before >= top_p[:, None], 0.0)
-    return order.gather(-1, _draw(kept, uniform)[:, None]).flatten()
-
-
-def philox_uniform(seeds: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """A number in [0, 1) for each (seed, counter), with 53 random bits.
+    """Keep the `limits` likeliest, then of those the fewest whose probability reaches `top_p`, and draw among them.
 
     Args:
-        seeds: int64 [R, 2], low and high 32-bit word.
-        counters: int64 [R], non-negative.
-
-    Returns:
-        float64 [R].
+        ranking: int64 [F, vocabulary], see `_ranking`.
+        probabilities: float64 [F, vocabulary]; masses: float64 [F], their sums.
+        shortlist_tokens: how many of the likeliest to sort; rows that need more get more.
     """
-    high, low, *_ = philox(seeds, counters)
-    return ((high >> 5) * (1 << 26) + (low >> 6)).double() / (1 << 53)
-
-
-def philox(seeds: torch.Tensor, counters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Philox4x32-10 of key (seed low, seed high) and counter (low, high, 0, 0): four 32-bit words, each int64 [R]."""
-    zero = torch.zeros_like(counters)
-    x0, x1, x2, x3 = counters & _WORD, counters >> 32, zero, zero
-    k0, k1 = seeds[:, 0], seeds[:, 1]
-    for _ in range(_ROUNDS):
-        # int64 products wrap modulo 2^64, which leaves both 32-bit halves as they should be.
-        p0, p1 = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
-        x0, x1, x2, x3 = (
-            ((p1 >> 32) & _WORD) ^ x1 ^ k0,
-            p1 & _WORD,
-            ((p0 >> 32) & _WORD) ^ x3 ^ k1,
-            p0 & _WORD,
+    vocabulary_tokens = ranking.shape[-1]
+    shortlist_tokens = min(shortlist_tokens, vocabulary_tokens)
+    tokens = _likeliest(ranking, shortlist_tokens)
+    kept = probabilities.gather(-1, tokens)
+    kept.masked_fill_(torch.arange(shortlist_tokens, device=kept.device) >= limits[:, None], 0.0)
+    cumulative = kept.cumsum(dim=-1)
+    is_limited = limits < vocabulary_tokens
+    reached = top_p * torch.where(is_limited, cumulative[:, -1], masses)
+    suffices = torch.where(is_limited, limits <= shortlist_tokens, cumulative[:, -1] >= reached)
+    kept.masked_fill_(cumulative - kept >= reached[:, None], 0.0)
+    drawn = tokens.gather(-1, _draw(kept.cumsum(dim=-1), uniform)[:, None]).flatten()
+    if shortlist_tokens < vocabulary_tokens and len(more := (~suffices).nonzero().flatten()):
+        drawn[more] = _draw_cut(
+            ranking[more],
+            probabilities[more],
+            masses[more],
+            limits[more],
+            top_p[more],
+            uniform[more],
+            shortlist_tokens * 16,
         )
-        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
-    return x0, x1, x2, x3
+    return drawn
+
+
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, told: list[tuple[int, int]]) -> Logprobs:
+    rows = torch.tensor([row for row, _ in told], device=logits.device)
+    scores = logits[rows].float()
+    logprobs = scores.double().log_softmax(dim=-1)
+    top_tokens = _likeliest(_ranking(scores), min(max(count for _, count in told), scores.shape[-1]))
+    sampled = logprobs.gather(-1, tokens[rows, None].clamp(min=0)).flatten()
+    top = logprobs.gather(-1, top_tokens)
+    return Logprobs(told, sampled.clamp(min=LEAST_LOGPROB), top_tokens, top.clamp(min=LEAST_LOGPROB))
+
+
+def _ranking(scores: torch.Tensor) -> torch.Tensor:
+    """A number per token that is greater for a greater score, and of equal scores for the lower token id.
+
+    No two are equal, so what is best does not depend on how it is sought: float32 [R, vocabulary] → int64. The upper
+    word is the score, its bits read as a whole number; the lower one counts the tokens down.
+    """
+    # Adding 0 makes 0 of -0.
+    bits = (scores + 0.0).view(torch.int32)
+    upper = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).long()
+    lower = torch.arange(scores.shape[-1] - 1, -1, -1, device=scores.device)
+    return upper.bitwise_left_shift_(32).bitwise_or_(lower)
+
+
+def _likeliest(ranking: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` best token ids of a ranking, the best first: int64 [R, count]."""
+    return ranking.shape[-1] - 1 - (ranking.topk(count, dim=-1).values & 0xFFFFFFFF)

@@ -39,6 +39,27 @@ def token_bytes(tokens: Iterable[int]) -> bytes:
     return array("I", tokens).tobytes()
 
 
+def make_sequence(
+    tokens: Sequence[int], sampling: Sampling = GREEDY, *, prompt_tokens: int = 1, table: Sequence[int] = ()
+) -> StoreSequence:
+    """A request as the engine holds it, of which only these matter."""
+    return StoreSequence(
+        connection=1,
+        request=1,
+        account=ALICE,
+        epoch=1,
+        tokens=array("I", tokens),
+        prompt_tokens=prompt_tokens,
+        keys=[],
+        sampling=sampling,
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        max_tokens=10,
+        queue_deadline_ns=0,
+        queued_ns=0,
+        table=list(table),
+    )
+
+
 def chain_keys(account: bytes, epoch: int, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
     """Names for the full blocks of `tokens`: digests of account, epoch, the name before and the block's tokens."""
     key = hashlib.sha256(struct.pack(">16sQ", account, epoch)).digest()

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-from array import array
-
 import numpy as np
 import torch
 
 from cachestore.batch import Batch, slots
 from cachestore.protocol import Sampling
 from cachestore.scheduler import Row
-from cachestore.sequence import Sequence
-from tests.cachestore.support import GREEDY
-
-
-def make_sequence(tokens: list[int], table: list[int], prompt_tokens: int, sampling: Sampling = GREEDY) -> Sequence:
-    return Sequence(
-        connection=1,
-        request=1,
-        account=b"",
-        epoch=1,
-        tokens=array("I", tokens),
-        prompt_tokens=prompt_tokens,
-        keys=[],
-        sampling=sampling,
-        stop_token_ids=frozenset(),
-        max_tokens=10,
-        queue_deadline_ns=0,
-        queued_ns=0,
-        table=table,
-    )
+from tests.cachestore.support import make_sequence
 
 
 def test_b033_slots_follow_the_table_and_not_the_first_slot() -> None:
     table = np.array([7, 2, 9], dtype=np.int32)
     assert slots(table, 3, 6, 4).tolist() == [31, 8, 9]
-    sequence = make_sequence([1] * 6, [7, 2, 9], 6)
+    sequence = make_sequence([1] * 6, prompt_tokens=6, table=[7, 2, 9])
     batch = Batch.from_rows([Row(sequence, 3, 3, samples=True)], 4, torch.device("cpu"))
     assert batch.slots.tolist() == [31, 8, 9]
 
@@ -46,9 +25,9 @@ def test_slots_of_the_largest_pools_do_not_wrap() -> None:
 
 
 def test_rows_are_packed_without_padding_between_them() -> None:
-    decode = make_sequence(list(range(10, 17)), [5, 3], 4, Sampling(temperature=1, seed=7))
-    chunk = make_sequence(list(range(20, 32)), [8, 1, 6], 12)
-    last_chunk = make_sequence(list(range(40, 43)), [2], 3)
+    decode = make_sequence(range(10, 17), Sampling(temperature=1, seed=7), prompt_tokens=4, table=[5, 3])
+    chunk = make_sequence(range(20, 32), Sampling(temperature=1), prompt_tokens=12, table=[8, 1, 6])
+    last_chunk = make_sequence(range(40, 43), Sampling(temperature=2, seed=1 << 40), prompt_tokens=3, table=[2])
     rows = [Row(decode, 6, 1, samples=True), Row(chunk, 4, 5, samples=False), Row(last_chunk, 0, 3, samples=True)]
     batch = Batch.from_rows(rows, 4, torch.device("cpu"))
     assert batch.token_ids.tolist() == [16, 24, 25, 26, 27, 28, 40, 41, 42]
@@ -59,15 +38,16 @@ def test_rows_are_packed_without_padding_between_them() -> None:
     assert batch.block_tables.tolist() == [[5, 3, -1], [8, 1, 6], [2, -1, -1]]
     assert (batch.max_query_tokens, batch.max_context_tokens) == (5, 9)
     assert batch.sample_rows.tolist() == [0, 8]
+    assert batch.sampling.temperature.tolist() == [1, 2]
     # Three tokens of an answer were drawn before this one.
     assert batch.sampling.output_index.tolist() == [3, 0]
-    assert batch.sampling.seeds.tolist() == [[7, 0], [0, 0]]
+    assert batch.sampling.seeds.tolist() == [[7, 0], [0, 256]]
     assert batch.token_ids.dtype == batch.positions.dtype == batch.slots.dtype == torch.int64
     assert batch.block_tables.dtype == batch.query_starts.dtype == batch.context_lengths.dtype == torch.int32
     assert batch.sample_rows.dtype == torch.int64
 
 
 def test_a_step_of_chunks_alone_samples_nothing() -> None:
-    chunk = make_sequence([1] * 12, [0, 1, 2], 12)
+    chunk = make_sequence([1] * 12, prompt_tokens=12, table=[0, 1, 2])
     batch = Batch.from_rows([Row(chunk, 0, 5, samples=False)], 4, torch.device("cpu"))
     assert batch.sample_rows.tolist() == []

@@ -384,7 +384,7 @@ def test_stop_tokens_end_an_answer_and_belong_to_it() -> None:
     stop = expected[5]
     assert stop not in expected[:5]
     stopped = harness.complete(
-        prompt(1, 8), max_tokens=12, sampling=Sampling(temperature=0, stop_token_ids=[stop, 990_000])
+        prompt(1, 8), max_tokens=12, sampling=Sampling(temperature=0, stop_token_ids=[stop, VOCABULARY_TOKENS - 1])
     )
     assert (stopped.reason, stopped.tokens) == ("stop", expected[:6])
     unstopped = harness.complete(prompt(1, 8), max_tokens=12)

@@ -197,7 +197,8 @@ def test_line_30_what_lies_in_free_blocks_reaches_no_answer(make_small_runner: M
             runner.store, runner.also_held = store, also_held
         pending = [store.submit(prompt, max_tokens=24) for prompt in prompts]
         store.run(*pending)
-        assert store.engine.scheduler.preemptions
+        # What reads NaN has no token and ends, so there is room for the others.
+        assert also_held or store.engine.scheduler.preemptions
         return [answer.tokens for answer in pending]
 
     clean = answers(ModelRunner)

@@ -9,16 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cachestore.philox import philox, philox_uniform
 from cachestore.protocol import Sampling
-from cachestore.sampling import SamplingRows, philox, philox_uniform, sample
+from cachestore.sampling import sample
+from cachestore.sampling_rows import SamplingRows
+from tests.cachestore.support import make_sequence
 
 CPU = torch.device("cpu")
 WORDS = st.integers(0, (1 << 64) - 1)
 
 
-def draw(logits: torch.Tensor, rows: list[Sampling], output_index: list[int]) -> list[int]:
-    tokens: list[int] = sample(logits, SamplingRows.of(rows, output_index, CPU)).tolist()
-    return tokens
+def draw(logits: torch.Tensor, rows: list[Sampling], output_index: list[int]) -> list[int | None]:
+    sequences = [make_sequence([0] * (1 + index), sampling) for sampling, index in zip(rows, output_index, strict=True)]
+    return [sampled.token for sampled in sample(logits, SamplingRows.of(sequences, CPU)).collect()]
 
 
 def reference_philox(counter: tuple[int, ...], key: tuple[int, int], rounds: int = 10) -> tuple[int, ...]:

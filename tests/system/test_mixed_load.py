@@ -24,9 +24,9 @@ import pytest
 from cachestore import cli
 from cachestore.batch import Batch
 from cachestore.geometry import BlockLayout
-from cachestore.model import InFlight, KVCache, ModelRunner
+from cachestore.model import KVCache, ModelRunner
 from cachestore.protocol import Finished, Message, Sampling, Submit, Tokens
-from cachestore.sampling import sample
+from cachestore.sampling import Samples, sample
 from cachestore.scheduler import Row
 from gateway.prompt.detokenize import Detokenizer
 from gateway.prompt.tokens import Tokenizer
@@ -52,7 +52,7 @@ class Observing(ModelRunner):
 
     gaps: dict[int, list[float]]
 
-    def launch(self, rows: Sequence[Row]) -> InFlight:
+    def launch(self, rows: Sequence[Row]) -> Samples:
         batch = Batch.from_rows(rows, self.block_tokens, self.model.device)
         logits = self.model.logits(batch, self.cache, batch.sample_rows)
         if len(batch.sample_rows):
@@ -60,7 +60,7 @@ class Observing(ModelRunner):
             gaps = (best[:, 0] - best[:, 1]).tolist()
             for row, gap in zip([row for row in rows if row.samples], gaps, strict=True):
                 self.gaps.setdefault(row.sequence.request, []).append(gap)
-        return InFlight(sample(logits, batch.sampling))
+        return sample(logits, batch.sampling)
 
 
 class Checking(ModelRunner):
@@ -69,7 +69,7 @@ class Checking(ModelRunner):
     inside: InProcess
     mistakes: list[str]
 
-    def launch(self, rows: Sequence[Row]) -> InFlight:
+    def launch(self, rows: Sequence[Row]) -> Samples:
         try:
             self.inside.engine.check()
         except AssertionError as error:
