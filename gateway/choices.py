@@ -12,16 +12,21 @@ from dataclasses import dataclass
 
 from gateway.generation import Answer
 from gateway.http.shapes import FinishReason, Usage
+from gateway.prompt.returned import ReturnedToken
 from gateway.prompt.tokens import Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of one choice, or its end. `index` counts choices: prompt × n + choice."""
+    """Text of one choice, or its end. `index` counts choices: prompt × n + choice.
+
+    `tokens` are those whose text begins here; tokens without any that come last are with the end.
+    """
 
     index: int
     text: str
     finish_reason: FinishReason | None = None
+    tokens: Sequence[ReturnedToken] = ()
 
 
 class Choices:
@@ -113,12 +118,15 @@ class Choices:
         try:
             if not choice and not (admission := self._admissions[number]).done():
                 admission.set_result(None)
-            async for text in answer.pieces():
+            textless: Sequence[ReturnedToken] = ()
+            async for part in answer.pieces():
                 begun.set()
-                if text:
-                    self._pieces.put_nowait(Piece(index, text))
+                if part.text:
+                    self._pieces.put_nowait(Piece(index, part.text, tokens=part.tokens))
+                else:
+                    textless = part.tokens
             begun.set()
-            self._pieces.put_nowait(Piece(index, "", answer.finish_reason))
+            self._pieces.put_nowait(Piece(index, "", answer.finish_reason, textless))
         finally:
             # In a task of its own: this one may have been cancelled, and the end must not be.
             closing = asyncio.create_task(answer.close())

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
@@ -28,7 +28,7 @@ from gateway.generation import Answer, context_length_exceeded
 from gateway.http import sse
 from gateway.http.body import read_object
 from gateway.http.errors import JSON, ApiError
-from gateway.http.fields import OTHER_FIELDS, ignored_fields_header
+from gateway.http.fields import ignored_fields_header, other_fields
 from gateway.http.routing import Route
 from gateway.http.shapes import (
     AssistantMessage,
@@ -49,11 +49,13 @@ from gateway.http.shapes import (
     read_generation_request,
 )
 from gateway.prompt.memory import Owner
+from gateway.prompt.returned import ReturnedToken
 from gateway.prompt.tokens import Prompt
 from gateway.served_model import ServedModel
 from gateway.store_link import Connection, StoreLink, StoreUnavailable
 from gateway.telemetry.record import Operation, Prepared, RequestRecord, Span, now_ns
 from gateway.tenants.directory import Directory, Principal
+from gateway.told import Told
 
 log = logging.getLogger("saltern.gateway")
 
@@ -70,6 +72,16 @@ class Head:
     id: str
     created: int
     model: str
+    told: Told
+
+
+@dataclass(slots=True)
+class Collected:
+    """One choice of an answer that is sent whole."""
+
+    text: str = ""
+    finish_reason: FinishReason = "stop"
+    tokens: list[ReturnedToken] = field(default_factory=list)
 
 
 class ChatShape:
@@ -79,20 +91,31 @@ class ChatShape:
     id_prefix = "chatcmpl-"
 
     @staticmethod
-    def whole(head: Head, choices: list[tuple[str, FinishReason]], usage: Usage) -> msgspec.Struct:
-        shaped = [ChatChoice(AssistantMessage(text), reason, index) for index, (text, reason) in enumerate(choices)]
-        return ChatCompletion(head.id, head.created, head.model, shaped, usage)
+    def whole(head: Head, choices: list[Collected], usage: Usage) -> msgspec.Struct:
+        told = head.told
+        shaped = [
+            ChatChoice(
+                AssistantMessage(each.text),
+                each.finish_reason,
+                index,
+                told.chat_logprobs(each.tokens),
+                told.ids(each.tokens),
+            )
+            for index, each in enumerate(choices)
+        ]
+        return ChatCompletion(head.id, head.created, head.model, shaped, usage, told.prompt_ids(0))
 
     @staticmethod
-    def first(head: Head, index: int, usage: msgspec.UnsetType | None) -> msgspec.Struct | None:
-        choice = ChatChunkChoice(Delta(role="assistant", content=""), index=index)
-        return ChatChunk(head.id, head.created, head.model, [choice], usage)
-
-    @staticmethod
-    def piece(head: Head, piece: Piece, usage: msgspec.UnsetType | None) -> msgspec.Struct:
+    def chunks(head: Head, piece: Piece, usage: msgspec.UnsetType | None, *, is_first: bool) -> list[msgspec.Struct]:
+        told, tokens = head.told, piece.tokens
         delta = Delta(content=piece.text) if piece.finish_reason is None else Delta()
-        choice = ChatChunkChoice(delta, piece.finish_reason, piece.index)
-        return ChatChunk(head.id, head.created, head.model, [choice], usage)
+        logprobs = told.chat_logprobs(tokens) if tokens else None
+        choice = ChatChunkChoice(delta, piece.finish_reason, piece.index, logprobs, told.ids(tokens))
+        chunk = ChatChunk(head.id, head.created, head.model, [choice], usage)
+        if not is_first:
+            return [chunk]
+        role = ChatChunkChoice(Delta(role="assistant", content=""), index=piece.index, token_ids=told.ids([]))
+        return [ChatChunk(head.id, head.created, head.model, [role], usage, told.prompt_ids(piece.index)), chunk]
 
     @staticmethod
     def usage(head: Head, usage: Usage) -> msgspec.Struct:
@@ -106,18 +129,28 @@ class TextShape:
     id_prefix = "cmpl-"
 
     @staticmethod
-    def whole(head: Head, choices: list[tuple[str, FinishReason]], usage: Usage) -> msgspec.Struct:
-        shaped = [TextChoice(text, reason, index) for index, (text, reason) in enumerate(choices)]
+    def whole(head: Head, choices: list[Collected], usage: Usage) -> msgspec.Struct:
+        told = head.told
+        shaped = [
+            TextChoice(
+                each.text,
+                each.finish_reason,
+                index,
+                told.text_logprobs(each.tokens),
+                told.ids(each.tokens),
+                told.prompt_ids(index),
+            )
+            for index, each in enumerate(choices)
+        ]
         return TextCompletion(head.id, head.created, head.model, shaped, usage)
 
     @staticmethod
-    def first(head: Head, index: int, usage: msgspec.UnsetType | None) -> msgspec.Struct | None:
-        return None
-
-    @staticmethod
-    def piece(head: Head, piece: Piece, usage: msgspec.UnsetType | None) -> msgspec.Struct:
-        choice = TextChoice(piece.text, piece.finish_reason, piece.index)
-        return TextCompletion(head.id, head.created, head.model, [choice], usage)
+    def chunks(head: Head, piece: Piece, usage: msgspec.UnsetType | None, *, is_first: bool) -> list[msgspec.Struct]:
+        told, tokens = head.told, piece.tokens
+        logprobs = told.text_logprobs(tokens) if tokens else None
+        prompt_ids = told.prompt_ids(piece.index) if is_first else msgspec.UNSET
+        choice = TextChoice(piece.text, piece.finish_reason, piece.index, logprobs, told.ids(tokens), prompt_ids)
+        return [TextCompletion(head.id, head.created, head.model, [choice], usage)]
 
     @staticmethod
     def usage(head: Head, usage: Usage) -> msgspec.Struct:
@@ -153,7 +186,7 @@ class Completions:
                 "tenant",
                 self.chat,
                 summary="Continue a conversation",
-                reads=Annotated[ChatRequest, OTHER_FIELDS],
+                reads=Annotated[ChatRequest, other_fields(ChatRequest)],
                 answers=ChatCompletion,
                 streams=ChatChunk,
                 refusals=(404,),
@@ -164,7 +197,7 @@ class Completions:
                 "tenant",
                 self.text,
                 summary="Continue texts or token ids",
-                reads=Annotated[CompletionRequest, OTHER_FIELDS],
+                reads=Annotated[CompletionRequest, other_fields(CompletionRequest)],
                 answers=TextCompletion,
                 streams=TextCompletion,
                 refusals=(404,),
@@ -232,6 +265,7 @@ class Completions:
         ignored: tuple[str, ...],
         tokenise: Callable[[], list[Prompt]],
     ) -> ASGIApp:
+        generation.check_token_ids(connection.model, wanted)
         principal: Principal = request.state.principal
         record: RequestRecord = request.state.record
 
@@ -250,7 +284,10 @@ class Completions:
                 )
 
             choices = Choices(submit, prompts, wanted.n, self._closing)
-            head = Head(f"{shape.id_prefix}{secrets.token_hex(12)}", int(time.time()), connection.model.name)
+            told = Told(
+                connection.model.tokenizer, wanted.logprobs is not None, wanted.token_ids, prompts, wanted.n
+            )
+            head = Head(f"{shape.id_prefix}{secrets.token_hex(12)}", int(time.time()), connection.model.name, told)
             headers = ignored_fields_header(ignored)
             self._choices.add(choices)
             try:
@@ -352,13 +389,13 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _whole(choices: Choices, shape: Shape, head: Head, headers: dict[str, str]) -> Response:
-    texts = [""] * choices.count
-    reasons: dict[int, FinishReason] = {}
+    collected = [Collected() for _ in range(choices.count)]
     async for piece in choices.pieces():
-        texts[piece.index] += piece.text
-        if piece.finish_reason is not None:
-            reasons[piece.index] = piece.finish_reason
-    body = shape.whole(head, [(text, reasons[index]) for index, text in enumerate(texts)], choices.usage())
+        choice = collected[piece.index]
+        choice.text += piece.text
+        choice.tokens += piece.tokens
+        choice.finish_reason = piece.finish_reason or choice.finish_reason
+    body = shape.whole(head, collected, choices.usage())
     return Response(msgspec.json.encode(body), 200, headers, JSON)
 
 
@@ -386,9 +423,9 @@ async def _stream(
             if piece is None:
                 await say(sse.KEEPALIVE)
                 continue
-            first = None if piece.index in opened else shape.first(head, piece.index, none_yet)
+            chunks = shape.chunks(head, piece, none_yet, is_first=piece.index not in opened)
             opened.add(piece.index)
-            await say(*([sse.event(first)] if first else []), sse.event(shape.piece(head, piece, none_yet)))
+            await say(*map(sse.event, chunks))
             record.first_chunk_ns = record.first_chunk_ns or now_ns()
     except ApiError as error:
         record.fail(error)

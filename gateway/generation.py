@@ -12,8 +12,8 @@ import asyncio
 import logging
 import time
 from array import array
-from bisect import bisect_right
 from collections.abc import AsyncIterator
+from itertools import zip_longest
 
 from cachestore.client import Event, Output, StoreLost, StoreRequest
 from cachestore.protocol import Counts, Finished, Rejected, Sampling, Started
@@ -21,9 +21,8 @@ from gateway.http.errors import ApiError, bad_value
 from gateway.http.shapes import MAX_SUBMISSIONS, FinishReason, Generation, Usage
 from gateway.prompt.align import name_blocks, u32le
 from gateway.prompt.block_keys import ChainKey, Context
-from gateway.prompt.detokenize import Detokenizer
 from gateway.prompt.memory import Owner
-from gateway.prompt.stops import StopStrings
+from gateway.prompt.returned import Part, ReturnedText
 from gateway.prompt.tokens import Prompt, Segment
 from gateway.served_model import ServedModel
 from gateway.store_link import Connection, StoreUnavailable
@@ -72,6 +71,18 @@ def check_submissions(prompts: int, n: int) -> None:
         raise bad_value("n", f"{message} {MAX_SUBMISSIONS}.")
 
 
+def check_token_ids(model: ServedModel, generation: Generation) -> None:
+    """
+    Raises:
+        ApiError: 400 when `logit_bias` or `stop_token_ids` name a token that the model lacks.
+    """
+    last = model.store.limits.vocabulary_tokens - 1
+    named = {"logit_bias": [token for token, _ in generation.logit_bias], "stop_token_ids": generation.stop_token_ids}
+    for name, tokens in named.items():
+        if not all(0 <= token <= last for token in tokens):
+            raise bad_value(name, f"{name} names a token that this model lacks; its token ids are 0 to {last}.")
+
+
 async def start(
     directory: Directory,
     connection: Connection,
@@ -95,13 +106,23 @@ async def start(
         last = model.store.limits.vocabulary_tokens - 1
         raise ApiError(400, f"The prompt has token {highest}, and the model's last one is {last}.")
     max_tokens = granted_tokens(model, len(prompt.tokens), generation.max_tokens)
+    if generation.min_tokens > max_tokens:
+        message = f"min_tokens is {generation.min_tokens} and an answer may have {max_tokens} tokens; ask for no more."
+        raise bad_value("min_tokens", message)
     context = Context.of_store(model.store, generation.scope)
     sampling = Sampling(
         temperature=generation.temperature,
         top_k=generation.top_k,
         top_p=generation.top_p,
         seed=(seed + choice) % (1 << 64),
-        stop_token_ids=[] if generation.ignore_eos else list(model.tokenizer.stop_token_ids),
+        stop_token_ids=_end_ids(model, generation),
+        min_p=generation.min_p,
+        presence_penalty=generation.presence_penalty,
+        frequency_penalty=generation.frequency_penalty,
+        repetition_penalty=generation.repetition_penalty,
+        logit_bias=list(generation.logit_bias),
+        min_tokens=generation.min_tokens,
+        logprobs=generation.logprobs,
     )
     deadline_ns = time.monotonic_ns() + QUEUE_WAIT_SECONDS * 1_000_000_000
     epoch = principal.epoch
@@ -151,6 +172,19 @@ def _refusal(rejected: Rejected) -> ApiError:
     return StoreUnavailable("The server takes no new requests at the moment. Try again in a second.")
 
 
+def _end_ids(model: ServedModel, generation: Generation) -> list[int]:
+    own = () if generation.ignore_eos else model.tokenizer.stop_token_ids
+    return list(dict.fromkeys((*own, *generation.stop_token_ids)))
+
+
+def _failure(finished: Finished, generation: Generation) -> ApiError:
+    if finished.error != "no_token":
+        return ApiError(500, "The server could not finish the answer. Send the request again.", "server_error")
+    named = {"logit_bias": generation.logit_bias, "min_tokens": generation.min_tokens}
+    param = next((name for name, value in named.items() if value), "stop_token_ids")
+    return bad_value(param, f"No token is left that the answer could go on with; {param} must exclude fewer.")
+
+
 class Answer:
     """A submitted request on its way to its end. Whoever made it calls `close`, whatever happens.
 
@@ -182,12 +216,14 @@ class Answer:
         self._request = request
         self._submission = submission
         self._last_key = keys[-1] if keys else chain.root
-        self._detokenizer = Detokenizer(connection.model.tokenizer)
-        self._stops = StopStrings(generation.stop)
-        self._text = ""
-        self._decoded_characters = 0
-        # Where a character and a token end together: (characters of the text, tokens of prompt and answer).
-        self._common_ends = [(0, self._prompt_tokens)]
+        self._generation = generation
+        self._returned = ReturnedText(
+            connection.model.tokenizer,
+            generation.stop,
+            _end_ids(connection.model, generation),
+            min_tokens=generation.min_tokens,
+            stop_is_kept=generation.include_stop,
+        )
         self._counts: Counts | None = None
         self._ended = False
 
@@ -215,37 +251,32 @@ class Answer:
         await self.close()
         raise StoreUnavailable("The request was ended by the server.")
 
-    async def pieces(self) -> AsyncIterator[str]:
+    async def pieces(self) -> AsyncIterator[Part]:
         """The text as it becomes certain: no half characters, no part of a stop string. Ends after the last `Seal`.
 
         A piece is empty when tokens came and none of their text is certain yet.
 
         Raises:
-            ApiError: 503 the store went away, 500 it could not compute the answer.
+            ApiError: 503 the store went away, 500 it could not compute the answer, 400 no token could follow.
         """
         reason = ""
         while not reason:
             event = await self._event()
             if isinstance(event, Output):
-                text = self._take(event.tokens)
-                self._text += text
-                yield text
-                if self._stops.matched:
+                yield self._take(event)
+                if self._returned.stopped:
                     reason = "stop"
                     self._request.abort()
                     event = await self._until_end()
             if isinstance(event, Finished):
                 reason = reason or event.reason
                 self._end(event)
-        if reason in ("aborted", "error"):
-            message = "The server could not finish the answer. Send the request again."
-            raise ApiError(500, message, "server_error")
-        if rest := self._stops.push(self._detokenizer.finish()) + self._stops.finish():
-            self._text += rest
-            yield rest
-        self.finish_reason = "length" if reason == "length" and not self._stops.matched else "stop"
+                if reason in ("aborted", "error"):
+                    raise _failure(event, self._generation)
+        yield self._returned.finish()
+        self.finish_reason = "length" if reason == "length" and not self._returned.stopped else "stop"
         if self._prompt.segments:
-            self._remember(ended_by_token=reason == "stop" and not self._stops.matched)
+            self._remember()
 
     async def _event(self) -> Event:
         """Raises StoreUnavailable when the store went away."""
@@ -256,42 +287,42 @@ class Answer:
             self._submission.lose(self._output_tokens)
             raise self._connection.lost() from None
 
-    def _take(self, tokens: list[int]) -> str:
-        """Text of the tokens up to the one that completes a stop string; names the blocks they fill."""
-        text = ""
+    def _take(self, output: Output) -> Part:
+        """What is returned up to the token that completes a stop string; names the blocks that the tokens fill."""
+        text, tokens = "", []
         block_tokens = self._model.store.geometry.block_tokens
-        for token in tokens:
+        for token, logprobs in zip_longest(output.tokens, output.logprobs):
             self._tokens.append(token)
-            decoded = self._detokenizer.push([token])
-            self._decoded_characters += len(decoded)
-            if not self._detokenizer.unfinished:
-                self._common_ends.append((self._decoded_characters, len(self._tokens)))
-            text += self._stops.push(decoded)
+            part = self._returned.push(token, logprobs)
+            text += part.text
+            tokens += part.tokens
             if len(self._tokens) % block_tokens == 0:
                 block = u32le(self._tokens[-block_tokens:])
                 keys = self._chain.extend(self._last_key, block)
                 self._last_key = keys[-1]
                 self._request.seal(keys)
-            if self._stops.matched:
+            if self._returned.stopped:
                 break
-        return text
+        return Part(text, tokens)
 
-    def _remember(self, *, ended_by_token: bool) -> None:
+    def _remember(self) -> None:
         """Keep prompt and answer as they were generated, for the next turn of this conversation."""
         *before, last = self._prompt.segments
-        tokenizer, tokens = self._model.tokenizer, self._tokens
+        tokenizer, tokens, text = self._model.tokenizer, self._tokens, self._returned.text
         if last.kind == "content":
-            spelt = [*before, Segment("content", last.text + self._text)]
+            spelt = [*before, Segment("content", last.text + text)]
         else:
-            spelt = [*before, last, *([Segment("content", self._text)] if self._text else [])]
-        if ended_by_token:
+            spelt = [*before, last, *([Segment("content", text)] if text else [])]
+        if self._returned.ended_by in tokenizer.stop_token_ids:
             spelt.append(Segment("control", tokenizer.spelling(tokens[-1])))
-        elif self._stops.matched:
+        elif self._returned.ended_by is not None and not self._returned.returns_end:
+            # No template writes a token that this request alone ended with.
+            tokens = tokens[:-1]
+        elif self._returned.stopped:
             # Tokens whose text was returned whole are kept; what is left of the last one is spelt afresh.
-            whole = bisect_right(self._common_ends, len(self._text), key=lambda end: end[0])
-            characters, kept = self._common_ends[whole - 1]
+            kept, rest = self._returned.whole()
             try:
-                tokens = self._tokens[:kept] + tokenizer.encode_plain(self._text[characters:])
+                tokens = tokens[: self._prompt_tokens + kept] + tokenizer.encode_plain(rest)
             except ApiError:
                 return
         self._model.memory.remember(self._owner, spelt, tokens)
@@ -331,7 +362,7 @@ class Answer:
             # The end may be here already, taken or not.
             ended = self._request.finished or await self._until_end()
             if isinstance(ended, Finished):
-                sampled = self._output_tokens if self._stops.matched else ended.counts.output_tokens
+                sampled = self._output_tokens if self._returned.stopped else ended.counts.output_tokens
                 self._submission.finish(ended, sampled)
                 self._request.seal([], last=True)
             else:

@@ -17,22 +17,13 @@ MAX_IGNORED_NAME_CHARACTERS = 64
 # Accepted whatever they hold.
 NO_EFFECT = frozenset({"user", "safety_identifier", "metadata", "service_tier", "verbosity"})
 
-# Values under which a field that is not served changes nothing; () where only null does.
+# Values under which a field that is not served changes nothing; () where only null does. Some are served on one route.
 CHANGES_NOTHING: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),  # completions ask with a number, and 0 asks too
     "top_logprobs": (0,),
     "prompt_logprobs": (),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
     "bad_words": ([],),
     "allowed_token_ids": (),
-    "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "use_beam_search": (False,),
     "tools": ([],),
@@ -56,19 +47,22 @@ CHANGES_NOTHING: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
-    "return_token_ids": (False,),
     "priority": (0,),
     "request_id": (),
     "kv_transfer_params": (),
 }
 
-# The same as a JSON schema, beside that of a request's struct.
-OTHER_FIELDS = Meta(
-    extra_json_schema={
-        "properties": {name: {"enum": [None, *values]} for name, values in CHANGES_NOTHING.items()}
-        | {name: {"description": "Without effect."} for name in sorted(NO_EFFECT)}
-    }
-)
+
+def other_fields(type: type[msgspec.Struct]) -> Meta:
+    """The same as a JSON schema, beside that of a request's struct."""
+    built = built_fields(type)
+    neutral = {name: {"enum": [None, *values]} for name, values in CHANGES_NOTHING.items() if name not in built}
+    without_effect = {name: {"description": "Without effect."} for name in sorted(NO_EFFECT)}
+    return Meta(extra_json_schema={"properties": neutral | without_effect})
+
+
+def built_fields(type: type[msgspec.Struct]) -> set[str]:
+    return {field.name for field in msgspec.structs.fields(type)}
 
 
 def sort_out_fields(body: dict[str, Any], built: Collection[str]) -> tuple[str, ...]:

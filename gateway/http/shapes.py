@@ -14,21 +14,28 @@ An explicit null is an absent field. Unknown keys inside a message are ignored a
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from cachestore.protocol import MAX_BIASED_TOKENS, MAX_TOP_LOGPROBS
 from gateway.http.body import convert
 from gateway.http.errors import bad_value
-from gateway.http.fields import sort_out_fields
+from gateway.http.fields import built_fields, sort_out_fields
 
 ROLES = ("developer", "system", "user", "assistant")
 MAX_SCOPE_BYTES = 256
 MAX_PROMPT_CACHE_KEY_BYTES = 256
 MAX_SUBMISSIONS = 128
+MAX_STOP_TOKEN_IDS = 256
+MAX_BIAS = 100
+TOKEN_ID_DIGITS = r"^(0|[1-9][0-9]{0,9})$"
 MaxTokens = Annotated[int, Meta(ge=1, lt=1 << 31)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
@@ -39,6 +46,15 @@ def _schema(**keywords: Any) -> Meta:
 
 CacheSalt = Annotated[str, _schema(pattern=r"\S", maxLength=MAX_SCOPE_BYTES)]
 PromptCacheKey = Annotated[str, _schema(maxLength=MAX_PROMPT_CACHE_KEY_BYTES)]
+LogitBias = Annotated[
+    dict[str, Any],
+    _schema(
+        propertyNames={"pattern": TOKEN_ID_DIGITS},
+        additionalProperties={"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+        maxProperties=MAX_BIASED_TOKENS,
+    ),
+]
+StopTokenIds = Annotated[list[Annotated[int, _schema(minimum=0)]], _schema(maxItems=MAX_STOP_TOKEN_IDS)]
 
 
 # --- requests --------------------------------------------------------------------------------------------------
@@ -46,9 +62,16 @@ PromptCacheKey = Annotated[str, _schema(maxLength=MAX_PROMPT_CACHE_KEY_BYTES)]
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """How to generate, whichever route asked. `scope` narrows the tenant's cache and is empty by default.
+    """How to generate, whichever route asked.
 
-    `max_tokens` None means what is left of the context, `seed` None a random one; `top_k` 0 and `top_p` 1 are off.
+    Attributes:
+        max_tokens: None is what is left of the context.
+        seed: None is a random one.
+        logit_bias: (token, what is added to its logit), each token once.
+        include_stop: whether the text of what ended the answer is a part of it.
+        logprobs: None, or how many of the likeliest tokens are told with each token.
+        token_ids: whether the ids of prompt and answer are told.
+        scope: narrows the tenant's cache; empty by default.
     """
 
     max_tokens: int | None
@@ -56,9 +79,19 @@ class Generation:
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
     seed: int | None
     stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    include_stop: bool
+    min_tokens: int
     ignore_eos: bool
+    logprobs: int | None
+    token_ids: bool
     stream: bool
     include_usage: bool
     scope: bytes
@@ -78,9 +111,18 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: LogitBias | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
+    stop_token_ids: StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: CacheSalt | None = None
@@ -97,6 +139,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             if size_bytes > MAX_PROMPT_CACHE_KEY_BYTES:
                 message = f"prompt_cache_key may have {MAX_PROMPT_CACHE_KEY_BYTES} bytes; it has {size_bytes}."
                 raise bad_value("prompt_cache_key", message)
+        if len(self.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
+            message = f"stop_token_ids may have {MAX_STOP_TOKEN_IDS} ids; it has {len(self.stop_token_ids or ())}."
+            raise bad_value("stop_token_ids", message)
+        _check_bias(self.logit_bias or {})
+
+    def told_logprobs(self) -> int | None:
+        """How many of the likeliest tokens the answer tells with each of its own; None for no log probabilities."""
+        raise NotImplementedError
 
     def generation(self) -> Generation:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -107,13 +157,33 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=tuple((int(token), float(bias)) for token, bias in (self.logit_bias or {}).items()),
             seed=None if self.seed is None else self.seed % (1 << 64),
             stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            include_stop=bool(self.include_stop_str_in_output),
+            min_tokens=self.min_tokens or 0,
             ignore_eos=bool(self.ignore_eos),
+            logprobs=self.told_logprobs(),
+            token_ids=bool(self.return_token_ids),
             stream=bool(self.stream),
             include_usage=bool(options.include_usage),
             scope=(self.cache_salt or "").encode("utf-8"),
         )
+
+
+def _check_bias(bias: dict[str, Any]) -> None:
+    if len(bias) > MAX_BIASED_TOKENS:
+        raise bad_value("logit_bias", f"logit_bias may have {MAX_BIASED_TOKENS} tokens; it has {len(bias)}.")
+    if not all(re.fullmatch(TOKEN_ID_DIGITS, token) for token in bias):
+        raise bad_value("logit_bias", 'Keys of logit_bias are token ids in decimal digits, such as "42".')
+    for value in bias.values():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_BIAS <= value <= MAX_BIAS:
+            raise bad_value("logit_bias", f"Values of logit_bias are numbers from -{MAX_BIAS} to {MAX_BIAS}.")
 
 
 class ContentPart(msgspec.Struct):
@@ -149,9 +219,13 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Annotated[Message, _schema(required=["content"])]], Meta(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.top_logprobs and not self.logprobs:
+            raise bad_value("top_logprobs", "top_logprobs needs logprobs: true beside it.")
         for index, message in enumerate(self.messages):
             at = f"messages[{index}]"
             if message.role not in ROLES:
@@ -162,6 +236,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
                 raise bad_value(f"{at}.function_call", "Function calls are not supported.")
             if message.content is None:
                 raise bad_value(f"{at}.content", "A message needs content: a string or text parts.")
+
+    def told_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
     def conversation(self) -> list[dict[str, str]]:
         """The messages as a chat template reads them."""
@@ -184,14 +261,20 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """Body of `POST /v1/completions`. Whether ids are of the vocabulary is the tokenizer's to say."""
 
     prompt: PromptText | Prompts
+    logprobs: TopLogprobs | Annotated[bool, _schema(const=False)] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.logprobs is True:
+            raise bad_value("logprobs", f"logprobs is a number from 0 to {MAX_TOP_LOGPROBS} here.")
         kinds = {type(part) for part in self.prompt} if isinstance(self.prompt, list) else {str}
         if len(kinds) > 1:
             raise bad_value("prompt", "The prompt mixes forms; send a string, strings, token ids, or lists of them.")
         if not self.prompt or (kinds != {int} and not all(self.prompts())):
             raise bad_value("prompt", "The prompt is empty; send a string or token ids with something in it.")
+
+    def told_logprobs(self) -> int | None:
+        return None if isinstance(self.logprobs, bool) else self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
         """One or several prompts, each a text or token ids."""
@@ -210,8 +293,7 @@ def read_generation_request(body: dict[str, Any], type: type[R]) -> tuple[R, tup
     Raises:
         ApiError: 400 with `param`.
     """
-    built = {field.name for field in msgspec.structs.fields(type)}
-    ignored = sort_out_fields(body, built)
+    ignored = sort_out_fields(body, built_fields(type))
     return convert(body, type), ignored
 
 
@@ -251,6 +333,40 @@ class Usage(msgspec.Struct, frozen=True):
         )
 
 
+class TopLogprob(msgspec.Struct, frozen=True):
+    """A token that could have followed, and the natural logarithm of its probability.
+
+    `token` has U+FFFD for bytes that are no characters by themselves; `bytes` are the token's own.
+    """
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob, frozen=True):
+    """A token of the returned text, and the likeliest ones at its place, most likely first."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class TextLogprobs(msgspec.Struct, frozen=True):
+    """One entry for each token of the returned text.
+
+    `text_offset` counts characters of the choice's text. Each of `top_logprobs` has the sampled token too.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
 class AssistantMessage(msgspec.Struct, frozen=True):
     content: str
     role: Literal["assistant"] = "assistant"
@@ -258,10 +374,13 @@ class AssistantMessage(msgspec.Struct, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
+    """`token_ids` is unset unless asked for, here and wherever else it occurs; so is `prompt_token_ids`."""
+
     message: AssistantMessage
     finish_reason: FinishReason
     index: int = 0
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -270,6 +389,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -284,7 +404,8 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     delta: Delta
     finish_reason: FinishReason | None = None
     index: int = 0
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -295,6 +416,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
@@ -302,7 +424,9 @@ class TextChoice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: FinishReason | None = None
     index: int = 0
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class TextCompletion(msgspec.Struct, frozen=True):

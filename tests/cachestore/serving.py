@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from cachestore.client import Output, StoreClient, StoreRequest
-from cachestore.engine import Engine
+from cachestore.engine import Engine, Sampled
 from cachestore.protocol import (
     KEY_VERSION,
     LAYOUT_VERSION,
@@ -76,7 +76,7 @@ class GatedRunner(RememberingRunner):
         self._is_open = True
         self._gate.release()
 
-    def launch(self, rows: Sequence[Row]) -> list[int]:
+    def launch(self, rows: Sequence[Row]) -> list[Sampled]:
         if not self._is_open:
             assert self._gate.acquire(timeout=30), "the test forgot to let a step through"
         return super().launch(rows)

@@ -25,6 +25,7 @@ from cachestore.protocol import (
     Seal,
     Started,
     Submit,
+    TokenLogprobs,
     Tokens,
 )
 from cachestore.scheduler import Row
@@ -109,19 +110,21 @@ class RememberingRunner:
         self.mistakes: list[str] = []
         self._slots: dict[int, bytes] = {}
 
-    def launch(self, rows: Sequence[Row]) -> list[int]:
+    def launch(self, rows: Sequence[Row]) -> list[Sampled]:
         self.steps.append([(row.sequence.request, row.start, row.count) for row in rows])
         if fault := self.fault:
             self.fault = None
             raise fault
         try:
-            return self._compute(rows)
+            tokens = self._compute(rows)
         except Exception as error:
             # The engine outlives a failing step: only `mistakes` tells that this one was not planted.
             self.mistakes.append(repr(error))
             raise
+        sampling = [row.sequence.sampling for row in rows if row.samples]
+        return [Sampled(token, scripted_logprobs(token, s)) for token, s in zip(tokens, sampling, strict=True)]
 
-    def _compute(self, rows: Sequence[Row]) -> list[int]:
+    def _compute(self, rows: Sequence[Row]) -> Sequence[int | None]:
         if not all(row.count >= 1 for row in rows):
             self.mistakes.append("a row computes nothing")
         contents = [self._contents(row) for row in rows]
@@ -134,8 +137,8 @@ class RememberingRunner:
                     self.mistakes.append(f"request {row.sequence.request} read something else at {position}")
         return [next_token(row.sequence.tokens) for row in rows if row.samples]
 
-    def collect(self, in_flight: list[int]) -> list[Sampled]:
-        return [Sampled(token) for token in in_flight]
+    def collect(self, in_flight: list[Sampled]) -> list[Sampled]:
+        return in_flight
 
     def _slot(self, sequence: StoreSequence, position: int) -> int:
         return sequence.table[position // self.block_tokens] * self.block_tokens + position % self.block_tokens
@@ -148,6 +151,14 @@ class RememberingRunner:
             digest.update(struct.pack(">I", token))
             contents.append(digest.digest())
         return contents
+
+
+def scripted_logprobs(token: int | None, sampling: Sampling) -> TokenLogprobs | None:
+    """What `RememberingRunner` tells with a token: that one is the likeliest, and the ids after it follow."""
+    if token is None or sampling.logprobs is None:
+        return None
+    top = [((token + rank) % VOCABULARY_TOKENS, -0.5 - rank) for rank in range(sampling.logprobs)]
+    return TokenLogprobs(-0.5, top)
 
 
 def next_token(tokens: Iterable[int]) -> int:

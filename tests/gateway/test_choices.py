@@ -12,6 +12,7 @@ import pytest
 from gateway.choices import Choices, Piece
 from gateway.http.errors import ApiError
 from gateway.http.shapes import Usage
+from gateway.prompt.returned import Part, ReturnedToken
 from gateway.prompt.tokens import Prompt
 from tests.system.scripted import until
 
@@ -31,15 +32,15 @@ class Answer:
         self.tokens = 0
         self._prompt_tokens = prompt_tokens
         self._cached_tokens = cached_tokens
-        self._events: asyncio.Queue[str | Exception | None] = asyncio.Queue()
+        self._events: asyncio.Queue[Part | Exception | None] = asyncio.Queue()
 
-    def say(self, text: str) -> None:
-        self._events.put_nowait(text)
+    def say(self, text: str, *tokens: ReturnedToken) -> None:
+        self._events.put_nowait(Part(text, list(tokens)))
 
     def end(self, how: Exception | None = None) -> None:
         self._events.put_nowait(how)
 
-    async def pieces(self) -> AsyncIterator[str]:
+    async def pieces(self) -> AsyncIterator[Part]:
         while (event := await self._events.get()) is not None:
             if isinstance(event, Exception):
                 raise event
@@ -128,6 +129,19 @@ async def test_a_first_choice_that_ends_without_text_lets_the_others_begin() -> 
     store.answers[A, 1].end()
     await taken(choices, got)
     assert got == [Piece(0, "", "length"), Piece(1, "", "length")]
+
+
+async def test_tokens_come_with_their_text_and_what_has_none_with_the_end() -> None:
+    store, got = Store(), []
+    choices = store.choices(A, n=1)
+    await choices.admitted()
+    word, special = ReturnedToken(5, 0), ReturnedToken(1, 1)
+    store.answers[A, 0].say("a", word)
+    store.answers[A, 0].say("")
+    store.answers[A, 0].say("", special)
+    store.answers[A, 0].end()
+    await taken(choices, got)
+    assert got == [Piece(0, "a", tokens=[word]), Piece(0, "", "length", [special])]
 
 
 async def test_indexes_count_prompt_by_prompt_and_every_choice_ends_once() -> None:

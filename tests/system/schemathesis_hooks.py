@@ -19,7 +19,8 @@ REFUSALS = re.compile(
     r"|.* one request has at most|.* is no token id; this model has"
     # A schema counts characters and not bytes, takes 1.0 for an integer, and has no bounds where any value may be.
     r"|cache_salt must be 1 to 256 bytes|prompt_cache_key may have 256 bytes|Expected `int[^`]*`, got `float`"
-    r"|The body has an integer of more than 64 bits"
+    r"|The body has an integer of more than 64 bits|min_tokens is \d+ and an answer may have"
+    r"|top_logprobs needs logprobs"
 )
 
 
@@ -35,6 +36,10 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
             body[name] = most
     if isinstance(prompt := body.get("prompt"), list):
         body["prompt"] = [[*map(_known, part)] if isinstance(part, list) else _known(part) for part in prompt]
+    if isinstance(ids := body.get("stop_token_ids"), list):
+        body["stop_token_ids"] = [*map(_known, ids)]
+    if isinstance(bias := body.get("logit_bias"), dict):
+        body["logit_bias"] = {_known_key(key): value for key, value in bias.items()}
     if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
         body["max_tokens"] = MAX_TOKENS
 
@@ -43,6 +48,10 @@ def _known(part: Any) -> Any:
     if isinstance(part, int) and VOCABULARY_TOKENS <= part < 1 << 32:
         return part % VOCABULARY_TOKENS
     return part
+
+
+def _known_key(key: str) -> str:
+    return str(_known(int(key))) if re.fullmatch("[1-9][0-9]{0,9}", key) else key
 
 
 @schemathesis.check

@@ -20,6 +20,7 @@ from typing import Any
 from starlette.types import ASGIApp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from cachestore.engine import Sampled
 from cachestore.protocol import Message, Submit
 from cachestore.scheduler import Row
 from cachestore.sequence import Sequence as StoreSequence
@@ -27,9 +28,11 @@ from gateway import process
 from gateway.prompt.tokens import _BYTE_OF_CHARACTER
 from tests.cachestore.support import RememberingRunner, next_token
 from tests.gateway.prompt import tokenizers
-from tests.system.in_process import BLOCK_TOKENS, PATIENCE_SECONDS, InProcess, until
+from tests.system.in_process import BLOCK_TOKENS, PATIENCE_SECONDS, Customer, InProcess, in_process, until
+from tests.system.wire import streamed, text_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+WORDS = ("he", "llo", " wor", "ld", " STOP", b"\xe4\xbd", b"\xa0!", b"\xff", "red")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 START, END = 1, 2
 
@@ -76,12 +79,12 @@ class ScriptedRunner(RememberingRunner):
     """Says what it is told to. After `close()` it computes a step only when it is let; after `open()` it never waits.
 
     Attributes:
-        says: the next token of a sequence.
+        says: the next token of a sequence; None where none is left.
     """
 
     def __init__(self) -> None:
         super().__init__(BLOCK_TOKENS)
-        self.says: Callable[[StoreSequence], int] = lambda sequence: next_token(sequence.tokens)
+        self.says: Callable[[StoreSequence], int | None] = lambda sequence: next_token(sequence.tokens)
         self._gate = threading.Condition()
         self._is_closed = False
         self._came = self._allowed = 0
@@ -110,7 +113,7 @@ class ScriptedRunner(RememberingRunner):
             self._is_closed = False
             self._gate.notify_all()
 
-    def launch(self, rows: Sequence[Row]) -> list[int]:
+    def launch(self, rows: Sequence[Row]) -> list[Sampled]:
         with self._gate:
             if self._is_closed:
                 self._came += 1
@@ -121,7 +124,7 @@ class ScriptedRunner(RememberingRunner):
     def _may_go(self) -> bool:
         return not self.waiting
 
-    def _compute(self, rows: Sequence[Row]) -> list[int]:
+    def _compute(self, rows: Sequence[Row]) -> list[int | None]:
         super()._compute(rows)
         return [self.says(row.sequence) for row in rows if row.samples]
 
@@ -177,6 +180,47 @@ async def idle(inside: InProcess, seconds: float = PATIENCE_SECONDS) -> None:
     assert engine.pool.held == 0
     assert engine.pool.free + engine.pool.cached == engine.pool.total
     assert not engine.has_work
+
+
+class Desk:
+    """A customer of a model that is scripted."""
+
+    def __init__(self, inside: InProcess, runner: ScriptedRunner, words: Words, customer: Customer) -> None:
+        self.inside = inside
+        self.runner = runner
+        self.words = words
+        self.customer = customer
+
+    def script(self, *words: str | bytes) -> list[int]:
+        tokens = self.words.ids(*words)
+        self.runner.script(*tokens)
+        return tokens
+
+    async def ask(self, path: str, **fields: Any) -> Any:
+        prompt = {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "x"}
+        body = {"model": self.inside.model, "max_tokens": 20} | prompt | fields
+        return await self.inside.http.post(path, json=body, headers=self.customer.headers)
+
+    async def choice(self, path: str, **fields: Any) -> dict[str, Any]:
+        """The only choice of an answer, sent whole."""
+        answer = await self.ask(path, **fields)
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        return dict(choice) | {"text": choice["text"] if path == TEXT else choice["message"]["content"]}
+
+    async def text(self, path: str, **fields: Any) -> str:
+        """Of the whole answer, which the stream must say alike."""
+        whole = await self.choice(path, **fields)
+        assert text_of(streamed(await self.ask(path, stream=True, **fields))) == whole["text"]
+        return str(whole["text"])
+
+
+@asynccontextmanager
+async def desk(folder: Path) -> AsyncIterator[Desk]:
+    words, runner = Words.write(folder / "model", *WORDS), ScriptedRunner()
+    async with in_process(folder, words.directory, runner=runner) as inside:
+        yield Desk(inside, runner, words, await inside.customer("a"))
+        await idle(inside)
 
 
 @asynccontextmanager

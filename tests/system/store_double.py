@@ -101,7 +101,7 @@ class TimedRunner(RememberingRunner):
         self._step_seconds = step_seconds
         self._notes = notes
 
-    def launch(self, rows: Sequence[Row]) -> list[int]:
+    def launch(self, rows: Sequence[Row]) -> list[engine.Sampled]:
         time.sleep(self._step_seconds)
         if any(row.start < row.sequence.prompt_tokens for row in rows):
             self._notes.reached("prefill")

@@ -233,13 +233,11 @@ def test_b129_every_refusal_has_the_form_that_clients_read(server: Server, tenan
 def test_a_field_that_would_change_the_answer_and_is_not_served_is_refused_by_name(tenant: Tenant) -> None:
     fields = {
         "echo": True,
-        "logprobs": True,
-        "top_logprobs": 3,
+        "prompt_logprobs": 3,
+        "bad_words": ["x"],
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "tool_choice": "required",
         "response_format": {"type": "json_object"},
-        "frequency_penalty": 0.5,
-        "logit_bias": {"5": 1},
         "store": True,
         "prediction": {"type": "content", "content": "x"},
         "chat_template": "{{ messages }}",

@@ -168,6 +168,18 @@ CHAT_BODIES: list[tuple[dict[str, Any], bool]] = [
     ({"prompt_cache_key": "x" * 257}, False),
     ({"tools": [{}]}, False),
     ({"logprobs": 0}, False),
+    ({"logprobs": True, "top_logprobs": 20, "return_token_ids": True, "min_tokens": 0}, True),
+    ({"logprobs": True, "top_logprobs": 21}, False),
+    ({"logit_bias": {"0": 100, "4294967295": -100}, "stop_token_ids": [0]}, True),
+    ({"logit_bias": {"01": 1}}, False),
+    ({"logit_bias": {"-1": 1}}, False),
+    ({"logit_bias": {"1": 100.1}}, False),
+    ({"logit_bias": {"1": True}}, False),
+    ({"logit_bias": {str(token): 0 for token in range(1025)}}, False),
+    ({"stop_token_ids": [0] * 257}, False),
+    ({"presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 0.01}, True),
+    ({"repetition_penalty": 0}, False),
+    ({"min_p": 1.1}, False),
     ({"response_format": {"type": "json_object"}}, False),
     ({"chat_template": ""}, False),
 ]
@@ -191,6 +203,14 @@ PROMPTS: list[tuple[Any, bool]] = [
     (5, False),
     (None, False),
 ]
+TEXT_LOGPROBS = [(None, True), (0, True), (20, True), (False, True), (True, False), (21, False), (-1, False)]
+
+
+@pytest.mark.parametrize(("logprobs", "valid"), TEXT_LOGPROBS)
+def test_the_document_knows_how_completions_ask_for_log_probabilities(logprobs: Any, valid: bool) -> None:
+    body = {"model": "m", "prompt": "x", "logprobs": logprobs}
+    assert taken(lambda: read_generation_request(body, CompletionRequest)) == valid
+    assert body_validator(TENANT_DOCUMENT, "/v1/completions").is_valid(body) == valid
 
 
 @pytest.mark.parametrize(("fields", "valid"), CHAT_BODIES)

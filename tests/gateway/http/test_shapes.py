@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway.http import shapes, sse
 from gateway.http.errors import ApiError
-from gateway.http.fields import CHANGES_NOTHING, NO_EFFECT, ignored_fields_header
+from gateway.http.fields import CHANGES_NOTHING, NO_EFFECT, built_fields, ignored_fields_header
 from gateway.http.shapes import ChatRequest, CompletionRequest, Generation, read_generation_request
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -20,9 +20,19 @@ DEFAULTS = Generation(
     temperature=1.0,
     top_p=1.0,
     top_k=0,
+    min_p=0.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    repetition_penalty=1.0,
+    logit_bias=(),
     seed=None,
     stop=(),
+    stop_token_ids=(),
+    include_stop=False,
+    min_tokens=0,
     ignore_eos=False,
+    logprobs=None,
+    token_ids=False,
     stream=False,
     include_usage=False,
     scope=b"",
@@ -55,15 +65,44 @@ def test_both_routes_ask_for_the_same_kind_of_generation(ask: Any) -> None:
         temperature=0,
         top_p=0.5,
         top_k=3,
+        min_p=0.25,
+        presence_penalty=-1,
+        frequency_penalty=2,
+        repetition_penalty=1.5,
+        logit_bias={"0": 1, "49151": -100},
         seed=-1,
         stop=["a", "b"],
+        stop_token_ids=[5, 0],
+        include_stop_str_in_output=True,
+        min_tokens=2,
         ignore_eos=True,
+        return_token_ids=True,
         stream=True,
         stream_options={"include_usage": True, "include_obfuscation": False},
         cache_salt="sälz",
     )
     assert request.generation() == Generation(
-        7, 3, 0.0, 0.5, 3, 2**64 - 1, ("a", "b"), True, True, True, "sälz".encode()
+        max_tokens=7,
+        n=3,
+        temperature=0.0,
+        top_p=0.5,
+        top_k=3,
+        min_p=0.25,
+        presence_penalty=-1.0,
+        frequency_penalty=2.0,
+        repetition_penalty=1.5,
+        logit_bias=((0, 1.0), (49151, -100.0)),
+        seed=2**64 - 1,
+        stop=("a", "b"),
+        stop_token_ids=(5, 0),
+        include_stop=True,
+        min_tokens=2,
+        ignore_eos=True,
+        logprobs=None,
+        token_ids=True,
+        stream=True,
+        include_usage=True,
+        scope="sälz".encode(),
     )
     assert ask(stop="x").generation().stop == ("x",)
     assert ask(max_completion_tokens=5, max_tokens=9).generation().max_tokens == 5
@@ -73,6 +112,8 @@ def test_both_routes_ask_for_the_same_kind_of_generation(ask: Any) -> None:
 def test_b121_null_is_absent(ask: Any) -> None:
     names = ["max_tokens", "temperature", "top_p", "n", "stop", "stream", "stream_options", "seed", "logit_bias"]
     names += ["logprobs", "user", "max_completion_tokens", "top_k", "ignore_eos", "cache_salt", "tools", "echo"]
+    names += ["min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "min_tokens"]
+    names += ["include_stop_str_in_output", "top_logprobs", "return_token_ids"]
     assert ask(**dict.fromkeys(names)).generation() == ask().generation() == DEFAULTS
 
 
@@ -106,6 +147,34 @@ def test_b122_a_token_limit_is_a_positive_integer(ask: Any, name: str, value: An
         ("model", None),
         ("model", 5),
         ("prompt_cache_key", "x" * 257),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("presence_penalty", -2.1),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", "0"),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 100.1),
+        ("logit_bias", [1]),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"abc": 1}),
+        ("logit_bias", {"01": 1}),
+        ("logit_bias", {"": 1}),
+        ("logit_bias", {"1\n": 1}),
+        ("logit_bias", {"１": 1}),
+        ("logit_bias", {"1": 100.5}),
+        ("logit_bias", {"1": -101}),
+        ("logit_bias", {"1": "1"}),
+        ("logit_bias", {"1": True}),
+        ("logit_bias", {"1": None}),
+        ("logit_bias", {str(token): 0 for token in range(1025)}),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", [1] * 257),
+        ("include_stop_str_in_output", 1),
+        ("min_tokens", -1),
+        ("min_tokens", 0.5),
+        ("min_tokens", 2**31),
+        ("return_token_ids", "yes"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(ask: Any, name: str, value: Any) -> None:
@@ -172,6 +241,8 @@ def test_the_header_of_ignored_fields_holds_nothing_harmful() -> None:
 @both
 @pytest.mark.parametrize("name", sorted(CHANGES_NOTHING))
 def test_a_field_that_is_not_served_is_refused_unless_it_changes_nothing(ask: Any, name: str) -> None:
+    if name in built_fields(ChatRequest):
+        ask = completion
     for value in (None, *CHANGES_NOTHING[name]):
         assert ask(**{name: value}).generation() == DEFAULTS
     error = refused(ask, **{name: {"something": "else"}})
@@ -181,10 +252,29 @@ def test_a_field_that_is_not_served_is_refused_unless_it_changes_nothing(ask: An
 @both
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("n", 129), ("n", True), ("n", 0), ("echo", True), ("echo", 0), ("logprobs", True), ("logprobs", 0)],
+    [("n", 129), ("n", True), ("n", 0), ("echo", True), ("echo", 0), ("tools", [1]), ("prompt_logprobs", 0)],
 )
 def test_what_is_not_built_is_refused(ask: Any, name: str, value: Any) -> None:
     assert refused(ask, **{name: value}).param == name
+
+
+def test_each_route_asks_for_log_probabilities_in_its_own_way() -> None:
+    for fields, told in (({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0), ({"logprobs": None}, None)):
+        assert chat(**fields).generation().logprobs == told
+        assert chat(**fields, top_logprobs=0).generation().logprobs == told
+    assert chat(logprobs=True, top_logprobs=20).generation().logprobs == 20
+    for value in (0, 1, "true"):
+        assert refused(chat, logprobs=value).param == "logprobs"
+    for value in (-1, 21, 0.5, True):
+        assert refused(chat, logprobs=True, top_logprobs=value).param == "top_logprobs"
+    for logprobs in (None, False):
+        assert refused(chat, logprobs=logprobs, top_logprobs=1).param == "top_logprobs"
+
+    for value, told in ((None, None), (False, None), (0, 0), (5, 5), (20, 20)):
+        assert completion(logprobs=value).generation().logprobs == told
+    for value in (True, -1, 21, 0.5, "1"):
+        assert refused(completion, logprobs=value).param == "logprobs"
+    assert refused(completion, logprobs=1, top_logprobs=1).param == "top_logprobs"
 
 
 def test_b004_and_b123_echo_is_refused_whatever_else_is_asked() -> None:
@@ -244,9 +334,11 @@ def test_b167_a_scope_is_bounded_and_kept_as_it_is(ask: Any) -> None:
 
 
 def test_no_known_field_is_in_two_groups() -> None:
-    built = {f.name for t in (ChatRequest, CompletionRequest) for f in msgspec.structs.fields(t)}
-    assert not built & set(CHANGES_NOTHING)
-    assert not built & NO_EFFECT
+    chat_fields, text_fields = map(built_fields, (ChatRequest, CompletionRequest))
+    # What one route serves and the other doesn't is refused there, not ignored.
+    assert chat_fields ^ text_fields <= {"messages", "prompt"} | set(CHANGES_NOTHING)
+    assert not chat_fields & text_fields & set(CHANGES_NOTHING)
+    assert not (chat_fields | text_fields) & NO_EFFECT
     assert not NO_EFFECT & set(CHANGES_NOTHING)
 
 

@@ -37,6 +37,25 @@ def test_a_stop_string_that_overlaps_its_own_start_is_found() -> None:
     assert run(["\n\n"], ["x\n", "\n"]) == (["x", "", ""], True)
 
 
+def test_a_stop_string_that_is_kept_ends_the_answer_and_holds_nothing_back() -> None:
+    scanner = StopStrings(["STOP"], kept=True)
+    assert [scanner.push(piece) for piece in ("one S", "TO", "P two", "x")] == ["one S", "TO", "P", ""]
+    assert scanner.matched
+    assert scanner.finish() == ""
+
+
+def test_a_stop_string_that_is_complete_too_early_is_none() -> None:
+    scanner = StopStrings(["aba"])
+    assert scanner.push("xaba", too_early=True) == "xab"
+    assert not scanner.matched
+    # What began too early may be complete in time.
+    assert scanner.push("ba") == ""
+    assert scanner.matched
+    later = StopStrings(["ab"])
+    assert [later.push("ab", too_early=True), later.push("ab", too_early=True), later.push("cab")] == ["ab", "ab", "c"]
+    assert later.matched
+
+
 @given(
     st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4),
     st.lists(st.text("ab", max_size=5), max_size=8),
