@@ -26,7 +26,7 @@ from gateway.prompt.returned import Part, ReturnedText
 from gateway.prompt.tokens import Prompt, Segment
 from gateway.served_model import ServedModel
 from gateway.store_link import Connection, StoreUnavailable
-from gateway.telemetry.record import RequestRecord, Submission
+from gateway.telemetry.record import RequestRecord, Submission, now_ns
 from gateway.tenants.directory import Directory, Principal
 from gateway.tenants.keyring import SaltUnavailable
 
@@ -263,6 +263,7 @@ class Answer:
         while not reason:
             event = await self._event()
             if isinstance(event, Output):
+                self._submission.first_output_ns = self._submission.first_output_ns or now_ns()
                 yield self._take(event)
                 if self._returned.stopped:
                     reason = "stop"

@@ -151,7 +151,9 @@ PREPARE = SpanKind(
 )
 QUEUE = SpanKind("store.queue", "until the store admitted it, or refused, or nobody waited any more", (ERROR,))
 PREFILL = SpanKind(
-    "store.prefill", "from admission to the first token", (CACHED_DEVICE_TOKENS, MISS_BLOCK, COMPUTED_TOKENS, CHUNKS)
+    "store.prefill",
+    "from admission to the first token",
+    (CACHED_DEVICE_TOKENS, MISS_BLOCK, COMPUTED_TOKENS, CHUNKS, ERROR),
 )
 DECODE = SpanKind("store.decode", "from the first token to the last", (DECODED_TOKENS, STEPS, PREEMPTIONS, ERROR))
 

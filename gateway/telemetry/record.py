@@ -52,6 +52,7 @@ class Submission:
 
     Attributes:
         first: it is the first choice of its prompt, which counts the prompt.
+        first_output_ns: when its first tokens came; the store's own stamp comes with its end.
         output_tokens: what it sampled, up to the one that completed a stop string.
         refusal: the code with which the store refused it, or `store_lost`.
     """
@@ -60,6 +61,7 @@ class Submission:
         self.prompt_tokens = prompt_tokens
         self.first = first
         self.queued_ns = now_ns()
+        self.first_output_ns = 0
         self.ended_ns = 0
         self.started: Started | None = None
         self.finished: Finished | None = None

@@ -131,7 +131,8 @@ def _store(submission: Submission) -> Iterator[SpanTree]:
     if started is None:
         return
     counts = finished.counts if finished else None
-    first_token_ns = finished.stamps.first_token_ns if finished else 0
+    first_token_ns = finished.stamps.first_token_ns if finished else submission.first_output_ns
+    prefill_error = None if first_token_ns else error
     decoding = max(0, counts.output_tokens - 1) if counts else 0
     yield SpanTree(
         names.PREFILL.name,
@@ -142,12 +143,14 @@ def _store(submission: Submission) -> Iterator[SpanTree]:
             names.MISS_BLOCK: started.miss_block,
             names.COMPUTED_TOKENS: counts.computed_tokens if counts else None,
             names.CHUNKS: counts.steps - decoding if counts else None,
+            names.ERROR: prefill_error,
         },
+        bool(prefill_error),
     )
-    if first_token_ns or error:
+    if first_token_ns:
         yield SpanTree(
             names.DECODE.name,
-            first_token_ns or end_ns,
+            first_token_ns,
             end_ns,
             {
                 names.DECODED_TOKENS: submission.output_tokens,
