@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from tests.cachestore.support import ALICE, BOB, Answer, Harness, expected_answer
 
@@ -132,3 +133,21 @@ class EngineMachine(RuleBasedStateMachine):
 # Well over 1,000 operations, with a check after each.
 TestEngineStates = EngineMachine.TestCase
 TestEngineStates.settings = settings(max_examples=250, stateful_step_count=50, derandomize=True, deadline=None)
+
+
+@pytest.mark.once
+def test_ten_thousand_random_operations() -> None:
+    """Histories that nobody has seen, twice as long as those above."""
+
+    class Counted(EngineMachine):
+        operations = 0
+
+        @invariant()
+        def count(self) -> None:
+            Counted.operations += 1
+
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        Counted, settings=settings(max_examples=200, stateful_step_count=100, deadline=None, database=None)
+    )
+    print(f"{Counted.operations} operations")
+    assert Counted.operations >= 10_000
