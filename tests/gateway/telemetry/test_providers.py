@@ -45,7 +45,8 @@ def test_another_protocol_is_refused_with_the_remedy(protocol: str) -> None:
 def test_without_an_endpoint_nothing_is_installed() -> None:
     """No global provider, and no exporter is even imported."""
     code = (
-        "import sys; from gateway.telemetry.providers import Exporters; from gateway.telemetry.telemetry import Telemetry;"
+        "import sys; from gateway.telemetry.providers import Exporters;"
+        "from gateway.telemetry.telemetry import Telemetry;"
         "Telemetry(Exporters.from_environment({})); from opentelemetry import metrics, trace;"
         "print(type(trace.get_tracer_provider()).__name__, type(metrics.get_meter_provider()).__name__,"
         "[name for name in sys.modules if '.otlp' in name])"

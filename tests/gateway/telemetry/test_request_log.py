@@ -13,9 +13,9 @@ def test_a_line_has_what_happened_in_the_order_that_is_declared() -> None:
     request = generation()
     finished(started(request))
     assert line(request, 0xAB) == (
-        "request=req_1 trace=000000000000000000000000000000ab tenant=tnt_1 method=POST route=/v1/completions status=200 "
-        "outcome=finished input_tokens=50 cached_tokens=32 output_tokens=5 queue_ms=1000.0 first_token_ms=5000.0 "
-        "overhead_ms=3000.0 duration_ms=10000.0"
+        "request=req_1 trace=000000000000000000000000000000ab tenant=tnt_1 method=POST route=/v1/completions "
+        "status=200 outcome=finished input_tokens=50 cached_tokens=32 output_tokens=5 "
+        "queue_ms=1000.0 first_token_ms=5000.0 overhead_ms=3000.0 duration_ms=10000.0"
     )
 
 
