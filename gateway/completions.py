@@ -15,6 +15,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
@@ -50,6 +51,7 @@ from gateway.http.shapes import (
 )
 from gateway.prompt.memory import Owner
 from gateway.prompt.returned import ReturnedToken
+from gateway.prompt.template import strings_in
 from gateway.prompt.tokens import Prompt
 from gateway.served_model import ServedModel
 from gateway.store_link import Connection, StoreLink, StoreUnavailable
@@ -219,12 +221,13 @@ class Completions:
         connection = self._serving(body.model)
         model, wanted, principal = connection.model, body.generation(), request.state.principal
         _note(request.state.record, model, ChatShape, wanted)
-        messages = body.conversation()
-        _check_size(model, sum(len(text.encode("utf-8")) for message in messages for text in message.values()))
+        messages, rendering = body.conversation(), body.rendering()
+        texts = chain(strings_in(messages), strings_in(rendering.variables))
+        _check_size(model, sum(len(text.encode("utf-8")) for text in texts))
         owner = Owner(principal.account, principal.epoch, wanted.scope)
 
         def tokenise() -> list[Prompt]:
-            return [model.template.prompt(messages, lambda segments: model.memory.recall(owner, segments))]
+            return [model.template.prompt(messages, lambda segments: model.memory.recall(owner, segments), rendering)]
 
         return self._respond(request, connection, ChatShape, wanted, ignored, tokenise)
 

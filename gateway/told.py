@@ -11,9 +11,6 @@ from gateway.http.shapes import ChatLogprobs, TextLogprobs, TokenLogprob, TopLog
 from gateway.prompt.returned import ReturnedToken
 from gateway.prompt.tokens import Prompt, Tokenizer
 
-# JSON has no infinity; this is what OpenAI writes for a token that could not have come.
-LEAST_LOGPROB = -9999.0
-
 
 @dataclass(frozen=True, slots=True)
 class Told:
@@ -60,7 +57,7 @@ class Told:
 
     def _read(self, token_id: int, logprob: float) -> TopLogprob:
         spelt = self.tokenizer.token_bytes(token_id) or self.tokenizer.spelling(token_id).encode("utf-8")
-        return TopLogprob(spelt.decode("utf-8", "replace"), max(logprob, LEAST_LOGPROB), list(spelt))
+        return TopLogprob(spelt.decode("utf-8", "replace"), logprob, list(spelt))
 
 
 def _by_text(entry: TokenLogprob) -> dict[str, float]:

@@ -25,6 +25,7 @@ from cachestore.protocol import MAX_BIASED_TOKENS, MAX_TOP_LOGPROBS
 from gateway.http.body import convert
 from gateway.http.errors import bad_value
 from gateway.http.fields import built_fields, sort_out_fields
+from gateway.prompt.template import OWN_VARIABLES, Rendering
 
 ROLES = ("developer", "system", "user", "assistant")
 MAX_SCOPE_BYTES = 256
@@ -215,17 +216,26 @@ class Message(msgspec.Struct):
         return self.content or ""
 
 
+TemplateVariables = Annotated[dict[str, Any], _schema(properties=dict.fromkeys(sorted(OWN_VARIABLES), False))]
+
+
 class ChatRequest(GenerationRequest, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Annotated[Message, _schema(required=["content"])]], Meta(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.top_logprobs and not self.logprobs:
             raise bad_value("top_logprobs", "top_logprobs needs logprobs: true beside it.")
+        if own := sorted(OWN_VARIABLES & (self.chat_template_kwargs or {}).keys()):
+            names = ", ".join(own)
+            raise bad_value("chat_template_kwargs", f"The template is given {names} already; leave that out.")
         for index, message in enumerate(self.messages):
             at = f"messages[{index}]"
             if message.role not in ROLES:
@@ -236,9 +246,20 @@ class ChatRequest(GenerationRequest, kw_only=True):
                 raise bad_value(f"{at}.function_call", "Function calls are not supported.")
             if message.content is None:
                 raise bad_value(f"{at}.content", "A message needs content: a string or text parts.")
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                text = "The last message is continued or a new one begun, not both: leave add_generation_prompt out."
+                raise bad_value("continue_final_message", text)
+            if self.messages[-1].role != "assistant":
+                raise bad_value("continue_final_message", "Only a last message of the assistant can be continued.")
 
     def told_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
+
+    def rendering(self) -> Rendering:
+        continues = bool(self.continue_final_message)
+        opens_turn = not continues if self.add_generation_prompt is None else self.add_generation_prompt
+        return Rendering(opens_turn, continues, self.chat_template_kwargs or {})
 
     def conversation(self) -> list[dict[str, str]]:
         """The messages as a chat template reads them."""

@@ -12,25 +12,54 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from gateway.http.errors import bad_value
-from gateway.prompt.model_files import ModelFiles
+from gateway.prompt.model_files import SPECIAL_TOKEN_NAMES, ModelFiles
 from gateway.prompt.tokens import Prompt, Segment, Tokenizer
 
 # Supplementary private use planes: no meaning of their own, no case, no white space.
 _PRIVATE_USE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+# White space that `trim` takes away and that no template writes.
+_TRIMMED = "\u2003"
 _MESSAGE_LIMIT_CHARACTERS = 200
-
+# What a template is given anyway.
+OWN_VARIABLES = frozenset(
+    {
+        *("messages", "conversations", "tools", "documents", "chat_template", "return_assistant_tokens_mask", "self"),
+        *("add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"),
+        *SPECIAL_TOKEN_NAMES,
+    }
+)
 
 Recall = Callable[[tuple[Segment, ...]], tuple[int, "array[int]"]]
 
 
 def nothing_remembered(segments: tuple[Segment, ...]) -> tuple[int, array[int]]:
     return 0, array("I")
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """How a chat is rendered.
+
+    Attributes:
+        opens_turn: the start of the assistant's turn comes last.
+        continues: the last message stays open, so that what is generated goes on with its text.
+        variables: further ones for the template, none of `OWN_VARIABLES`; JSON values.
+    """
+
+    opens_turn: bool = True
+    continues: bool = False
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+DEFAULT_RENDERING = Rendering()
 
 
 class ChatTemplate:
@@ -46,8 +75,13 @@ class ChatTemplate:
         """Whether the model has a template; without one it takes no chats."""
         return self._source is not None
 
-    def prompt(self, messages: list[dict[str, str]], recall: Recall = nothing_remembered) -> Prompt:
-        """The prompt of a chat, with the start of the assistant's turn.
+    def prompt(
+        self,
+        messages: list[dict[str, str]],
+        recall: Recall = nothing_remembered,
+        rendering: Rendering = DEFAULT_RENDERING,
+    ) -> Prompt:
+        """The prompt of a chat.
 
         Args:
             messages: `role`, `content` and possibly `name`, all strings.
@@ -57,11 +91,11 @@ class ChatTemplate:
             ApiError: 400 when the model has no template or its template refuses the messages.
         """
         tokenizer = self._tokenizer
-        strings = [string for message in messages for string in message.values()]
+        strings = [*strings_in(messages), *strings_in(rendering.variables)]
+        unused = self._unused_characters(strings)
         spellings = {match[0] for string in strings for match in tokenizer.control.finditer(string)}
         if not spellings:
-            rendered = self._render(messages)
-            segments = tuple(self._cut(rendered))
+            segments = tuple(self._cut(self._render(messages, rendering, unused)))
             remembered, known = recall(segments)
             rest = self._encode_after(segments, remembered)
             controls = sum(segment.kind == "control" for segment in segments[remembered:])
@@ -69,17 +103,17 @@ class ChatTemplate:
             # ordinary pieces merged into one.
             if sum(map(tokenizer.control_ids.__contains__, rest)) <= controls:
                 return _checked(Prompt(known + rest, segments, len(known)))
-        markers = dict(zip(sorted(spellings), _unused_characters(strings), strict=False))
-        if len(markers) < len(spellings):
-            raise bad_value("messages", "The messages use every private-use character; leave some out.")
-        marked = [
-            {key: tokenizer.control.sub(lambda match: markers[match[0]], value) for key, value in message.items()}
-            for message in messages
-        ]
+        markers = {spelling: _next(unused) for spelling in sorted(spellings)}
+
+        def mark(text: str) -> str:
+            return tokenizer.control.sub(lambda match: markers[match[0]], text)
+
+        marked = _with_strings(messages, mark)
+        variables = _with_strings(rendering.variables, mark)
         restore = {ord(marker): spelling for spelling, marker in markers.items()}
         segments = tuple(
             segment if segment.kind == "control" else Segment("content", segment.text.translate(restore))
-            for segment in self._cut(self._render(marked))
+            for segment in self._cut(self._render(marked, replace(rendering, variables=variables), unused))
         )
         remembered, known = recall(segments)
         tokens = known[:]
@@ -97,20 +131,39 @@ class ChatTemplate:
         lead = segments[remembered - 1].text
         return self._tokenizer.encode(lead + rest)[len(self._tokenizer.encode(lead)) :]
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def _render(self, messages: list[dict[str, str]], rendering: Rendering, unused: Iterator[str]) -> str:
+        if not rendering.continues:
+            return self._fill(messages, rendering)
+        *before, last = messages
+        end, content = _next(unused), last["content"]
+
+        def up_to_end(content: str) -> tuple[str, str, str]:
+            return self._fill([*before, last | {"content": content}], rendering).rpartition(end)
+
+        opened, found, after = up_to_end(content + end + _TRIMMED)
+        if not after.startswith(_TRIMMED):
+            # The template trims, which the end keeps it from.
+            opened, found, _ = up_to_end(content.rstrip() + end)
+        if not found:
+            message = "The model's chat template does not write the last message as it is, so it can't be continued."
+            raise bad_value("continue_final_message", message)
+        return opened
+
+    def _fill(self, messages: list[dict[str, str]], rendering: Rendering) -> str:
         if self._source is None:
             raise bad_value("messages", "This model has no chat template; send a prompt to /v1/completions instead.")
         try:
             (rendered,), _ = render_jinja_template(
                 conversations=[messages],
                 chat_template=self._source,
-                add_generation_prompt=True,
+                add_generation_prompt=rendering.opens_turn,
                 **self._variables,
+                **rendering.variables,
             )
         except jinja2.TemplateError as error:
             reason = str(error)[:_MESSAGE_LIMIT_CHARACTERS]
             raise bad_value("messages", f"The model's chat template refuses these messages: {reason}") from None
-        except (TypeError, ValueError, LookupError, ArithmeticError):
+        except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError):
             raise bad_value("messages", "The model's chat template cannot render these messages.") from None
         return str(rendered)
 
@@ -125,9 +178,40 @@ class ChatTemplate:
             yield Segment("content", rendered[end:])
 
 
-def _unused_characters(strings: list[str]) -> Iterator[str]:
-    used = set().union(*strings)
-    return (chr(code) for code in chain(*_PRIVATE_USE) if chr(code) not in used)
+    def _unused_characters(self, strings: list[str]) -> Iterator[str]:
+        """Private-use characters that neither a chat nor the template has."""
+        used = set(self._source or "").union(*strings)
+        return (chr(code) for code in chain(*_PRIVATE_USE) if chr(code) not in used)
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Every string of a JSON value, names in objects included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield name
+            yield from strings_in(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from strings_in(each)
+
+
+def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with every string changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(name): _with_strings(each, change) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_with_strings(each, change) for each in value]
+    return value
+
+
+def _next(unused: Iterator[str]) -> str:
+    for character in unused:
+        return character
+    raise bad_value("messages", "The messages use every private-use character; leave some out.")
 
 
 def _checked(prompt: Prompt) -> Prompt:

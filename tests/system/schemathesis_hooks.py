@@ -20,7 +20,8 @@ REFUSALS = re.compile(
     # A schema counts characters and not bytes, takes 1.0 for an integer, and has no bounds where any value may be.
     r"|cache_salt must be 1 to 256 bytes|prompt_cache_key may have 256 bytes|Expected `int[^`]*`, got `float`"
     r"|The body has an integer of more than 64 bits|min_tokens is \d+ and an answer may have"
-    r"|top_logprobs needs logprobs"
+    r"|top_logprobs needs logprobs|Only a last message of the assistant"
+    r"|The last message is continued or a new one begun"
 )
 
 

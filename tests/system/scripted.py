@@ -216,8 +216,8 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk(folder: Path) -> AsyncIterator[Desk]:
-    words, runner = Words.write(folder / "model", *WORDS), ScriptedRunner()
+async def desk(folder: Path, template: str = tokenizers.CHATML) -> AsyncIterator[Desk]:
+    words, runner = Words.write(folder / "model", *WORDS, template=template), ScriptedRunner()
     async with in_process(folder, words.directory, runner=runner) as inside:
         yield Desk(inside, runner, words, await inside.customer("a"))
         await idle(inside)

@@ -260,6 +260,30 @@ def _account(pair: Pair, tenant: Tenant) -> str:
     return Insider(pair.second).secrets(tenant).account.hex()
 
 
+def test_b016_names_are_the_same_in_every_process_and_outlive_a_gateway(
+    tmp_path: Path, default_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data_dir, prompt = tmp_path / "data", random_prompt("b016", 40)
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    found, expected, tenant = [], [], None
+    with store_alone(data_dir):
+        for hash_seed in ("2", "random", "random"):
+            monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
+            with running(data_dir, "gateway") as gateway:
+                gateway.wait_until_ready()
+                tenant = Pair.seen_by(gateway, tenant) if tenant else gateway.tenant()
+                found.append(tenant.cached_tokens(prompt))
+                expected = block_names(Insider(gateway).secrets(tenant).salt, Insider(gateway).welcome(), prompt)
+    assert found == [0, 32, 32]
+    assert tenant is not None
+    # And for another store with another seed.
+    with store_alone(data_dir), running(data_dir, "gateway") as gateway:
+        gateway.wait_until_ready()
+        Pair.seen_by(gateway, tenant).cached_tokens(prompt)
+        submitted = [entry.keys for entry in gateway.notes.entries() if entry.kind == "Submit"]
+    assert submitted == [[name.hex() for name in expected]] * 4
+
+
 # --- B192: what does not fit together is refused, and what comes back as another is treated as another
 
 

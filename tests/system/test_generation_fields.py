@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cachestore.protocol import Sampling
-from tests.system.scripted import CHAT, END, START, TEXT, desk, submissions, tokens_of, until
+from tests.system.scripted import CHAT, END, START, TEXT, byte_ids, desk, submissions, tokens_of, until
 from tests.system.wire import error_form, events, finish_reasons, refusal, text_of
 
 pytestmark = pytest.mark.anyio
@@ -230,3 +230,65 @@ async def test_a_token_that_ended_a_turn_by_request_is_no_part_of_the_conversati
         turns += [{"role": "assistant", "content": "he"}, {"role": "user", "content": "Go on."}]
         await customer.choice(CHAT, messages=turns)
         assert tokens_of(submitted[-1])[: len(before) + 2] == [*before, he, END]
+
+
+# --- how a chat is rendered
+
+
+OPEN_CHAT = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "The answer is "}]
+OPENING = [START, *byte_ids("user\nx"), END, *byte_ids("\n"), START, *byte_ids("assistant\nThe answer is ")]
+NEXT_TURN = [END, *byte_ids("\n"), START, *byte_ids("assistant\n")]
+
+
+async def test_b085_a_last_message_of_the_assistant_is_continued_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    async with desk(tmp_path) as customer:
+        submitted = submissions(customer.inside)
+        customer.script("he", "llo")
+        for fields, prompt in (
+            ({}, OPENING + NEXT_TURN),
+            ({"continue_final_message": True, "add_generation_prompt": False}, OPENING),
+            ({"continue_final_message": True}, OPENING),
+            ({"add_generation_prompt": False}, OPENING + NEXT_TURN[:2]),
+        ):
+            assert await customer.text(CHAT, messages=OPEN_CHAT, **fields) == "hello"
+            # The prompt of the whole answer and of the stream.
+            assert [tokens_of(submitted.pop()) for _ in range(2)] == [prompt] * 2
+        asked_both = {"continue_final_message": True, "add_generation_prompt": True}
+        error = refusal(await customer.ask(CHAT, messages=OPEN_CHAT, **asked_both), 400)
+        assert error["param"] == "continue_final_message"
+        error = refusal(await customer.ask(CHAT, messages=OPEN_CHAT[:1], continue_final_message=True), 400)
+        assert error["param"] == "continue_final_message"
+        assert not submitted
+
+
+async def test_a_continued_turn_goes_on_and_is_remembered_as_it_was_generated(tmp_path: Path) -> None:
+    async with desk(tmp_path) as customer:
+        submitted = submissions(customer.inside)
+        question = {"role": "user", "content": "x"}
+        spelt = customer.script("he", "llo")
+        first = (await customer.choice(CHAT, messages=[question], max_tokens=2))["text"]
+        before = tokens_of(submitted[-1])
+        turns = [question, {"role": "assistant", "content": first}]
+        spelt += customer.script(" wor", "ld")
+        more = (await customer.choice(CHAT, messages=turns, continue_final_message=True))["text"]
+        assert (first, more) == ("hello", " world")
+        assert tokens_of(submitted[-1]) == [*before, *spelt[:2]]
+        turns = [question, {"role": "assistant", "content": first + more}, {"role": "user", "content": "Go on."}]
+        await customer.choice(CHAT, messages=turns)
+        assert tokens_of(submitted[-1])[: len(before) + 5] == [*before, *spelt, END]
+
+
+async def test_variables_reach_the_template_and_none_of_its_own(tmp_path: Path) -> None:
+    template = "{{ tone }}:{{ messages[0].content }}<|im_end|>"
+    async with desk(tmp_path, template) as customer:
+        submitted = submissions(customer.inside)
+        forged = "<|im_start|>"
+        assert (await customer.ask(CHAT, chat_template_kwargs={"tone": forged})).status_code == 200
+        assert tokens_of(submitted.pop()) == [*byte_ids(f"{forged}:x"), END]
+        error = refusal(await customer.ask(CHAT, chat_template_kwargs={"messages": [], "bos_token": "x"}), 400)
+        assert error["param"] == "chat_template_kwargs"
+        assert "bos_token, messages" in error["message"]
+        # Refused by its size before it is rendered: the context is 2048 tokens.
+        error = refusal(await customer.ask(CHAT, chat_template_kwargs={"tone": ["x" * 40_000]}), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert not submitted

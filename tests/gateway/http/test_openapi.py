@@ -180,6 +180,10 @@ CHAT_BODIES: list[tuple[dict[str, Any], bool]] = [
     ({"presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 0.01}, True),
     ({"repetition_penalty": 0}, False),
     ({"min_p": 1.1}, False),
+    ({"add_generation_prompt": False, "chat_template_kwargs": {"enable_thinking": False, "a": [{}]}}, True),
+    ({"chat_template_kwargs": {"messages": []}}, False),
+    ({"chat_template_kwargs": []}, False),
+    ({"continue_final_message": 1}, False),
     ({"response_format": {"type": "json_object"}}, False),
     ({"chat_template": ""}, False),
 ]

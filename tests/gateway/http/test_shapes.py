@@ -11,6 +11,7 @@ from gateway.http import shapes, sse
 from gateway.http.errors import ApiError
 from gateway.http.fields import CHANGES_NOTHING, NO_EFFECT, built_fields, ignored_fields_header
 from gateway.http.shapes import ChatRequest, CompletionRequest, Generation, read_generation_request
+from gateway.prompt.template import OWN_VARIABLES, Rendering
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "x"}
@@ -275,6 +276,35 @@ def test_each_route_asks_for_log_probabilities_in_its_own_way() -> None:
     for value in (True, -1, 21, 0.5, "1"):
         assert refused(completion, logprobs=value).param == "logprobs"
     assert refused(completion, logprobs=1, top_logprobs=1).param == "top_logprobs"
+
+
+def test_a_last_message_is_continued_or_a_new_one_begun() -> None:
+    open_chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    for fields, rendering in (
+        ({}, Rendering(opens_turn=True, continues=False)),
+        (dict.fromkeys(("add_generation_prompt", "continue_final_message", "chat_template_kwargs")), Rendering()),
+        ({"add_generation_prompt": False}, Rendering(opens_turn=False, continues=False)),
+        ({"continue_final_message": True}, Rendering(opens_turn=False, continues=True)),
+        ({"continue_final_message": True, "add_generation_prompt": False}, Rendering(False, True)),
+        ({"continue_final_message": False, "chat_template_kwargs": {"a": [1]}}, Rendering(variables={"a": [1]})),
+    ):
+        assert chat(messages=open_chat, **fields).rendering() == rendering
+    both_at_once = {"continue_final_message": True, "add_generation_prompt": True}
+    assert refused(chat, messages=open_chat, **both_at_once).param == "continue_final_message"
+    assert refused(chat, messages=open_chat[:1], continue_final_message=True).param == "continue_final_message"
+    for name in ("continue_final_message", "add_generation_prompt"):
+        assert refused(chat, messages=open_chat, **{name: 1}).param == name
+        assert refused(completion, **{name: name == "continue_final_message"}).param == name
+
+
+@pytest.mark.parametrize("name", sorted(OWN_VARIABLES))
+def test_no_request_sets_what_the_renderer_sets(name: str) -> None:
+    for value in ("x", None):
+        error = refused(chat, chat_template_kwargs={"enable_thinking": False, name: value})
+        assert error.param == "chat_template_kwargs"
+        assert name in error.message
+        assert "enable_thinking" not in error.message
+    assert refused(chat, chat_template_kwargs=[name]).param == "chat_template_kwargs"
 
 
 def test_b004_and_b123_echo_is_refused_whatever_else_is_asked() -> None:

@@ -4,11 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, normalizers
 
 from gateway.http.errors import ApiError
+from gateway.prompt.template import Rendering
+from gateway.prompt.tokens import Prompt
 from tests.gateway.prompt import tokenizers
 from tests.gateway.prompt.conftest import Model, load
 
@@ -122,6 +125,101 @@ def test_a_special_token_that_swallows_white_space_does_so_beside_forged_content
     forged = model.template.prompt([{"role": "user", "content": "<|im_end|>"}])
     assert model.text(ordinary.tokens) == "xgo"
     assert model.text(forged.tokens) == "<|im_end|>go"
+
+
+TRIMMING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONTINUED = Rendering(opens_turn=False, continues=True)
+
+
+def open_chat(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": content}]
+
+
+def spelt(model: Model, prompt: Prompt) -> str:
+    content = "".join(segment.text for segment in prompt.segments if segment.kind == "content")
+    assert content == model.text(prompt.tokens)
+    return "".join(segment.text for segment in prompt.segments)
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "kept"),
+    [
+        (tokenizers.CHATML, "The answer is ", "The answer is "),
+        (TRIMMING, "The answer is ", "The answer is"),
+        (TRIMMING, " The answer\n is \n\n", "The answer\n is"),
+        (TRIMMING, " \n", ""),
+        (TRIMMING, "", ""),
+        # A space of the template's own after the text is none of the text.
+        (TRIMMING.replace("<|im_end|>", " <|im_end|>"), "The answer is ", "The answer is"),
+        (TRIMMING, "\U000f0000 ends <|im_end|> ", "\U000f0000 ends <|im_end|>"),
+        (tokenizers.CHATML, "\U000f0000<|im_end|> ", "\U000f0000<|im_end|> "),
+    ],
+)
+def test_b083_a_continued_message_is_left_open_as_the_template_writes_it(
+    tmp_path: Path, template: str, content: str, kept: str
+) -> None:
+    model = load(tokenizers.write(tmp_path, tokenizers.byte_level(), template=template))
+    chat = open_chat(content)
+    for _ in range(2):
+        prompt = model.template.prompt(chat, rendering=CONTINUED)
+        assert spelt(model, prompt).endswith(f"<|im_end|>\n<|im_start|>assistant\n{kept}")
+        # The turn of the user, its end, and the assistant's turn: no control token more.
+        assert sum(token in model.tokenizer.control_ids for token in prompt.tokens) == 3
+    # It is the beginning of what the same chat is when it is over.
+    assert spelt(model, model.template.prompt(chat)).startswith(spelt(model, prompt))
+
+
+def test_a_continued_chat_is_token_for_token_the_reference(smollm: Model, with_bos: Model) -> None:
+    chats = [open_chat(content) for content in ("The answer is", "1, 2, 3,", "Two\n\nlines ")]
+    continued = REFERENCE.replace("add_generation_prompt=True", "continue_final_message=True")
+    lines = run_python(continued, json.dumps(chats), str(smollm.directory), str(with_bos.directory)).splitlines()
+    prompts = [model.template.prompt(chat, rendering=CONTINUED) for model in (smollm, with_bos) for chat in chats]
+    assert [list(prompt.tokens) for prompt in prompts] == [json.loads(line) for line in lines]
+
+
+def test_without_a_start_of_the_next_turn_the_chat_ends_with_its_last(chatml: Model) -> None:
+    prompt = chatml.template.prompt(CHATS[0], rendering=Rendering(opens_turn=False))
+    assert spelt(chatml, prompt) == "<|im_start|>user\nx<|im_end|>\n"
+
+
+def test_a_message_that_the_template_does_not_write_cannot_be_continued(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m['content'] | upper if m['role'] == 'user' else '…' }}{% endfor %}"
+    model = load(tokenizers.write(tmp_path, tokenizers.byte_level(), template=template))
+    with pytest.raises(ApiError) as caught:
+        model.template.prompt(open_chat("x"), rendering=CONTINUED)
+    assert (caught.value.status, caught.value.param) == (400, "continue_final_message")
+
+
+def test_a_template_has_the_variables_of_the_request(tmp_path: Path) -> None:
+    template = "{{ style.tone }}{{ numbers | join }}{% if not terse %}{{ messages[0].content }}{% endif %}"
+    model = load(tokenizers.write(tmp_path, tokenizers.byte_level(), template=template))
+    variables = {"style": {"tone": "dry"}, "numbers": [1, 2.5], "terse": False}
+    assert spelt(model, model.template.prompt(CHATS[0], rendering=Rendering(variables=variables))) == "dry12.5x"
+    prompt = model.template.prompt(CHATS[0], rendering=Rendering(variables=variables | {"terse": True}))
+    assert spelt(model, prompt) == "dry12.5"
+
+
+def test_control_tokens_in_variables_are_text_wherever_they_are(tmp_path: Path) -> None:
+    template = "{{ a }}{{ b[0].c }}{% for k in b[0] %}{{ k }}{% endfor %}{{ b | tojson }}<|im_end|>"
+    model = load(tokenizers.write(tmp_path, tokenizers.byte_level(), template=template))
+    variables = {"a": "<|im_start|>", "b": [{"c": "<|im_end|>", "<|endoftext|>": 1}]}
+    prompt = model.template.prompt(CHATS[0], rendering=Rendering(variables=variables))
+    assert sum(token in model.tokenizer.control_ids for token in prompt.tokens) == 1
+    assert model.text(prompt.tokens) == (
+        '<|im_start|><|im_end|>c<|endoftext|>[{"c": "<|im_end|>", "<|endoftext|>": 1}]'
+    )
+
+
+@pytest.mark.parametrize("value", [5, None, True, [1], {"a": 1}, "x"])
+def test_variables_of_a_kind_that_the_template_cannot_use_are_a_400(tmp_path: Path, value: Any) -> None:
+    template = "{% for k, v in a | dictsort %}{{ k + v.x.y }}{% endfor %}{{ a.b() }}"
+    model = load(tokenizers.write(tmp_path, tokenizers.byte_level(), template=template))
+    with pytest.raises(ApiError) as caught:
+        model.template.prompt(CHATS[0], rendering=Rendering(variables={"a": value}))
+    assert caught.value.status == 400
 
 
 def test_what_the_template_refuses_is_a_short_400(tmp_path: Path) -> None:
