@@ -2,11 +2,12 @@
 
 A model with recurrent layers, with keys shared between layers, or with attention outside the interface loads without
 complaint and answers nonsense. So before it serves, its logits over 48 random tokens, chunked and packed beside another
-request, are compared with one plain forward.
+request, are compared with one plain forward, of the model as transformers made it: nothing is fused before that.
 """
 
 from __future__ import annotations
 
+import logging
 from array import array
 
 import torch
@@ -19,6 +20,8 @@ from cachestore.scheduler import Row
 from cachestore.sequence import Sequence
 from cachestore.start_error import StartError
 
+log = logging.getLogger("saltern.store")
+
 PROBE_TOKENS = 48
 COMPANION_TOKENS = 21
 _UNSUPPORTED = (
@@ -28,7 +31,7 @@ CHUNK_ENDS = (19, 40, 47, PROBE_TOKENS)
 
 
 def prove_binding(model: Model, layout: BlockLayout, dtype: DType, vocabulary_tokens: int, name: str) -> str:
-    """Compare the paged path with the plain one.
+    """Take the model's plain logits, fuse it, and compare the paged path with them.
 
     Returns:
         How far they were apart, in words for the log.
@@ -47,12 +50,13 @@ def prove_binding(model: Model, layout: BlockLayout, dtype: DType, vocabulary_to
     try:
         parts = (tokens[:PROBE_TOKENS], tokens[PROBE_TOKENS:])
         plain = torch.cat([model.plain_logits(part.to(model.device)) for part in parts]).float()
+        log.info("fused %s", model.fuse())
         paged = torch.cat(_paged(model, cache, layout.block_tokens, probe, companion))
         agrees, difference = _agreement(plain, paged, dtype)
     except Exception as error:
         raise StartError(
             f"{name} can't be served: its attention does not run over the paged cache ({type(error).__name__}: "
-            f"{error}). {_UNSUPPORTED}"
+            f"{str(error).partition(chr(10))[0]}). {_UNSUPPORTED}"
         ) from error
     if not agrees:
         raise StartError(f"{name} can't be served: over the paged cache {difference}. {_UNSUPPORTED}")

@@ -21,6 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from cachestore.batch import Batch
 from cachestore.engine import Sampled
+from cachestore.fuse import fuse
 from cachestore.geometry import BlockLayout
 from cachestore.protocol import DType
 from cachestore.sampling import Samples, sample
@@ -125,6 +126,8 @@ class Model:
         self.device = device
         self.dtype = TORCH_DTYPES[dtype]
         self.kernels = select.backend(device)
+        self.max_context_tokens = max_context_tokens
+        self.fused = False
         self._freeze_rope(max_context_tokens)
 
     @torch.inference_mode()
@@ -157,9 +160,21 @@ class Model:
         logits: torch.Tensor = output.logits[0]
         return logits
 
+    def fuse(self) -> str:
+        """Replace small operations by equal modules, once and for good; says what, in words for the log."""
+        self.fused = True
+        fused: str = fuse(self.module, self.max_context_tokens)
+        return fused
+
     @torch.inference_mode()
     def plain_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The model as transformers runs it, without our attention: int64 [T] → logits [T, vocabulary]."""
+        """The model as transformers runs it, without our attention: int64 [T] → logits [T, vocabulary].
+
+        Raises:
+            RuntimeError: the model is fused, and no longer what transformers made.
+        """
+        if self.fused:
+            raise RuntimeError("plain logits are to be taken before the model is fused")
         self.module.set_attn_implementation("eager")
         try:
             logits: torch.Tensor = self.module(input_ids=token_ids.unsqueeze(0), use_cache=False).logits[0]

@@ -23,8 +23,7 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def make_runner(default_model: Path) -> MakeRunner:
     """`make_runner(blocks, block_tokens=16)`: the default model in fp32 over a fresh cache; all share its weights."""
-    model = Model(default_model, dtype="fp32", device=torch.device("cpu"), max_context_tokens=2048)
-    return _over(model)
+    return _over(Model(default_model, dtype="fp32", device=torch.device("cpu"), max_context_tokens=2048))
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +35,7 @@ def make_small_runner(tmp_path_factory: pytest.TempPathFactory) -> MakeRunner:
 
 def _over(model: Model) -> MakeRunner:
     config = model.module.config
+    model.fuse()
 
     def make(blocks: int, block_tokens: int = 16) -> ModelRunner:
         layout = BlockLayout(

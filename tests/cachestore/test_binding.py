@@ -11,6 +11,7 @@ import torch
 
 from cachestore import batch, model
 from cachestore.binding import prove_binding
+from cachestore.fuse import fuse
 from cachestore.model import Model
 from cachestore.start_error import StartError
 from kernels import torch_backend
@@ -102,8 +103,8 @@ def test_attention_that_is_broken_is_refused(
     model_type: str,
     broken: Callable[..., torch.Tensor],
 ) -> None:
+    prove(load(folder_of(model_type)))
     candidate = load(folder_of(model_type))
-    prove(candidate)
     working = torch_backend.paged_attention
     monkeypatch.setattr(torch_backend, "paged_attention", lambda *args, **options: broken(working, *args, **options))
     with pytest.raises(StartError, match=r"the-model can't be served: .* logits differ .*allowed: 1e-3"):
@@ -114,8 +115,8 @@ def test_attention_that_is_broken_is_refused(
 def test_a_batch_that_is_off_by_one_is_refused(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
+    prove(load(folder_of("llama")))
     candidate = load(folder_of("llama"))
-    prove(candidate)
     working, slots = model.Model.logits, batch.slots
 
     def logits(self: Model, step: Any, cache: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -139,11 +140,30 @@ def test_a_batch_that_is_off_by_one_is_refused(
 
 
 def test_a_layer_that_does_not_call_the_interface_is_refused(folder_of: Callable[[str], Path]) -> None:
+    prove(load(folder_of("llama")))
     candidate = load(folder_of("llama"))
-    prove(candidate)
     candidate.module.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(StartError, match="1 of 2 layers called the attention interface"):
         prove(candidate)
+
+
+def test_what_is_served_is_fused_and_was_compared_with_the_model_as_it_was(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    candidate = load(folder_of("llama"))
+    prove(candidate)
+    assert candidate.fused
+    with pytest.raises(RuntimeError, match="before the model is fused"):
+        candidate.plain_logits(torch.arange(4))
+
+    def fuse_wrongly(module: Any, max_context_tokens: int) -> str:
+        words = fuse(module, max_context_tokens)
+        module.model.layers[1].mlp.down_proj = module.model.layers[0].mlp.down_proj
+        return words
+
+    monkeypatch.setattr(model, "fuse", fuse_wrongly)
+    with pytest.raises(StartError, match=r"logits differ .*allowed: 1e-3"):
+        prove(load(folder_of("llama")))
 
 
 def test_a_recurrent_model_is_refused_by_name_in_one_line(tmp_path: Path) -> None:
@@ -171,9 +191,8 @@ def test_a_long_request_does_not_change_the_rotary_factors_of_a_short_one_beside
     config = SCALINGS[scaling]
     parameters = {"rope_type": scaling, "rope_theta": 10_000.0} | config["rope_parameters"]
     folder = save_small_model(tmp_path / "long", "llama", **(config | {"rope_parameters": parameters}))
-    candidate = load(folder, LONG_CONTEXT_TOKENS)
-    prove(candidate)
-    rope = candidate.module.model.rotary_emb
+    prove(load(folder, LONG_CONTEXT_TOKENS))
+    rope = load(folder, LONG_CONTEXT_TOKENS).module.model.rotary_emb
 
     def at_position_5(*beside: int) -> torch.Tensor:
         cosines, _ = rope(torch.zeros(1), torch.tensor([[5, *beside]]))

@@ -1,0 +1,272 @@
+"""Equal modules for what transformers computes in many small operations.
+
+No model class is named: a module is recognised by what it has, and each replacement is run against the module it
+replaces, on random input in the model's dtype, one row and many. One that differs keeps the original.
+
+Weights are held once: a merged or packed matrix takes the place of the parameters it was made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# How far a replacement may be from the original, of the largest value: another order of summation in fp32, one rounding
+# more or less in 16 bits.
+ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+PROBE_ROWS = (1, 7, 64)
+SIBLINGS = {"q/k/v": ("q_proj", "k_proj", "v_proj"), "gate/up": ("gate_proj", "up_proj")}
+ROTARY_TABLE_BYTES = 64 << 20
+# The proof of binding runs 48 tokens, however small the cache is.
+LEAST_TOKENS = 64
+
+
+class RMSNorm(nn.Module):
+    """weight * x / sqrt(mean(x²) + eps) in one call (Zhang and Sennrich, arXiv:1910.07467)."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+
+
+class RoundedRMSNorm(RMSNorm):
+    """The same, rounded to the model's dtype before the weight is applied: in 16 bits, most models differ in this."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(hidden_states, self.weight.shape, None, self.eps) * self.weight
+
+
+class PackedLinear(nn.Module):
+    """A linear layer on CPU through oneDNN, its weight in the order that oneDNN reads fastest.
+
+    Args:
+        shared: another module reads the weight too, as an embedding does: it stays as it lies.
+    """
+
+    def __init__(self, linear: nn.Linear, shared: bool) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        self.bias = None if linear.bias is None else linear.bias.detach()
+        self.packed = weight if shared else torch.ops.mkldnn._reorder_linear_weight(weight, None)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise.default(rows, self.packed, self.bias, "none", [], "")
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[outputs, inputs] for a model that looks into its layers: unpacked each time."""
+        return self.packed.to_dense()
+
+
+class MergedLinear(nn.Module):
+    """Linear layers that are called with the same input, as one.
+
+    The first part that is called with an input computes for all; each of the others is handed what waits for it. What
+    does not come with the very same tensor, or comes twice, is computed anew.
+
+    Attributes:
+        linear: from the input to the outputs of all parts, side by side.
+    """
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        super().__init__()
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        self.linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.linear.weight = nn.Parameter(weight, requires_grad=False)
+        if any(linear.bias is not None for linear in linears):
+            biases = [weight.new_zeros(len(of.weight)) if of.bias is None else of.bias.detach() for of in linears]
+            self.linear.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+        self.sizes = [len(linear.weight) for linear in linears]
+        self._input: torch.Tensor | None = None
+        self._waiting: list[torch.Tensor | None] = []
+
+    def part(self, index: int, rows: torch.Tensor) -> torch.Tensor:
+        if rows is not self._input or self._waiting[index] is None:
+            self._waiting = list(self.linear(rows).split(self.sizes, dim=-1))
+            self._input = rows
+        part = self._waiting[index]
+        assert part is not None
+        self._waiting[index] = None
+        if all(waiting is None for waiting in self._waiting):
+            self._input = None
+        return part
+
+
+class LinearPart(nn.Module):
+    """One of the layers that were merged, in its place."""
+
+    def __init__(self, merged: MergedLinear, index: int) -> None:
+        super().__init__()
+        self.merged = merged
+        self.index = index
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.merged.part(self.index, rows)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.merged.linear.weight.split(self.merged.sizes)[self.index]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        bias = self.merged.linear.bias
+        return None if bias is None else bias.split(self.merged.sizes)[self.index]
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines of every position, gathered instead of computed.
+
+    Attributes:
+        tables: [positions, dim] each; for models with several kinds of layers, by kind.
+    """
+
+    def __init__(self, rotary: nn.Module, tokens: int, probe: torch.Tensor) -> None:
+        super().__init__()
+        positions = torch.arange(tokens, device=probe.device)[None]
+        self.tables = {kind: [table[0] for table in rotary(probe, positions, *kind)] for kind in _kinds(rotary)}
+
+    def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, *kind: str) -> tuple[torch.Tensor, ...]:
+        return tuple(table[position_ids] for table in self.tables[kind])
+
+
+@torch.no_grad()
+def fuse(model: nn.Module, max_context_tokens: int) -> str:
+    """Replace, in place, what can be computed in fewer or faster operations with the same result.
+
+    Args:
+        model: any tree of modules, loaded and in eval mode.
+        max_context_tokens: positions that rotary tables are made for.
+
+    Returns:
+        How many of each kind were found and fused, in words for the log.
+    """
+    parameter = next(model.parameters())
+    probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    uses = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
+    kinds: dict[str, list[bool]] = {}
+
+    def put(kind: str, parent: nn.Module, names: Sequence[str], replacements: Sequence[nn.Module] | None) -> None:
+        kinds.setdefault(kind, []).append(replacements is not None)
+        for name, replacement in zip(names, replacements or (), strict=replacements is not None):
+            setattr(parent, name, replacement)
+
+    for parent, name in _places(model):
+        child = getattr(parent, name)
+        if _is_norm(child):
+            put("norms", parent, [name], _rms_norm(child, probe))
+        elif isinstance(getattr(child, "rope_type", None), str | dict):
+            put("rotary tables", parent, [name], _rotary_table(child, max(max_context_tokens, LEAST_TOKENS), probe))
+    for parent in {id(parent): parent for parent, _ in _places(model)}.values():
+        for kind, names in SIBLINGS.items():
+            linears: list[Any] = [getattr(parent, name, None) for name in names]
+            if all(type(linear) is nn.Linear and uses[id(linear.weight)] == 1 for linear in linears):
+                put(kind, parent, names, _merged(linears, probe))
+    if probe.device.type == "cpu":
+        for parent, name in _places(model):
+            child = getattr(parent, name)
+            if type(child) is nn.Linear:
+                put("matrices", parent, [name], _packed(child, uses[id(child.weight)] > 1, probe))
+    return ", ".join(f"{sum(fused)} of {len(fused)} {kind}" for kind, fused in kinds.items()) or "nothing"
+
+
+def _places(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """(parent, name) of every module of the tree as it is now; not the modules, whose weights could not be dropped."""
+    return [(parent, name) for parent in model.modules() for name, _ in parent.named_children()]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(_eps(module), float) and [name for name, _ in module.named_parameters()] == ["weight"]
+
+
+def _eps(module: nn.Module) -> Any:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+def _rms_norm(norm: nn.Module, probe: torch.Tensor) -> list[RMSNorm] | None:
+    # Values near the square root of eps, too: only they tell one eps from another.
+    inputs = [x * scale for x in _random_rows(len(norm.weight), probe) for scale in (1.0, _eps(norm) ** 0.5)]
+    candidates = [kind(norm.weight, _eps(norm)) for kind in (RMSNorm, RoundedRMSNorm)]
+    difference, best = min(
+        ((_difference(norm, candidate, inputs), candidate) for candidate in candidates), key=lambda pair: pair[0]
+    )
+    return [best] if difference <= ALLOWED[probe.dtype] else None
+
+
+def _rotary_table(rotary: nn.Module, tokens: int, probe: torch.Tensor) -> list[RotaryTable] | None:
+    positions = [torch.tensor([[tokens - 1]], device=probe.device), torch.arange(7, 31, device=probe.device)[None]]
+    kinds = _kinds(rotary)
+    try:
+        row = sum(table.nbytes for kind in kinds for table in rotary(probe, positions[0], *kind))
+        if row * tokens > ROTARY_TABLE_BYTES:
+            return None
+        replacement = RotaryTable(rotary, tokens, probe)
+        same = all(
+            torch.equal(theirs, ours)
+            for kind in kinds
+            for ids in positions
+            for theirs, ours in zip(rotary(probe, ids, *kind), replacement(probe, ids, *kind), strict=True)
+        )
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    return [replacement] if same else None
+
+
+def _kinds(rotary: nn.Module) -> list[tuple[str, ...]]:
+    """What a rotary embedding is called with beside the positions: the kinds of layers, where it tells them apart."""
+    kind: Any = rotary.rope_type
+    return [(layer_type,) for layer_type in kind] if isinstance(kind, dict) else [()]
+
+
+def _merged(linears: list[Any], probe: torch.Tensor) -> list[LinearPart] | None:
+    features = linears[0].weight.shape[1]
+    if any(linear.weight.shape[1] != features for linear in linears):
+        return None
+    merged = MergedLinear(linears)
+    parts = [LinearPart(merged, index) for index in range(len(linears))]
+    inputs = _random_rows(features, probe)
+    difference = max(_difference(linear, part, inputs) for linear, part in zip(linears, parts, strict=True))
+    return parts if difference <= ALLOWED[probe.dtype] else None
+
+
+def _packed(linear: nn.Linear, shared: bool, probe: torch.Tensor) -> list[PackedLinear] | None:
+    try:
+        replacement = PackedLinear(linear, shared)
+    except (AttributeError, RuntimeError):
+        return None
+    difference = _difference(linear, replacement, _random_rows(linear.weight.shape[1], probe))
+    return [replacement] if difference <= ALLOWED[probe.dtype] else None
+
+
+def _random_rows(features: int, probe: torch.Tensor) -> list[torch.Tensor]:
+    """[1, rows, features] each, the same every time."""
+    generator = torch.Generator().manual_seed(features)
+    return [torch.randn(1, rows, features, generator=generator).to(probe) for rows in PROBE_ROWS]
+
+
+def _difference(original: Callable[..., Any], replacement: Callable[..., Any], inputs: list[torch.Tensor]) -> float:
+    """How far the two are apart over all inputs, of the largest value; infinite where they can't be compared."""
+    most = 0.0
+    for rows in inputs:
+        theirs = original(rows)
+        try:
+            ours = replacement(rows)
+        except (AttributeError, RuntimeError):  # not in this build of torch, or not for this dtype
+            return math.inf
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return math.inf
+        theirs, ours = theirs.float(), ours.float()
+        difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+        if math.isnan(difference):
+            return math.inf
+        most = max(most, difference)
+    return most
