@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from gateway.generation import Answer
-from gateway.http.shapes import FinishReason, Usage
+from gateway.http.answers import FinishReason, Usage
 from gateway.prompt.returned import ReturnedToken
 from gateway.prompt.tokens import Prompt
 

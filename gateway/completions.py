@@ -27,28 +27,25 @@ from gateway import generation
 from gateway.choices import Choices, Piece
 from gateway.generation import Answer, context_length_exceeded
 from gateway.http import sse
-from gateway.http.body import read_object
-from gateway.http.errors import JSON, ApiError
-from gateway.http.fields import ignored_fields_header, other_fields
-from gateway.http.routing import Route
-from gateway.http.shapes import (
+from gateway.http.answers import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
-    ChatRequest,
-    CompletionRequest,
     Delta,
     FinishReason,
-    Generation,
     Model,
     ModelList,
     TextChoice,
     TextCompletion,
     Usage,
-    read_generation_request,
 )
+from gateway.http.body import read_object
+from gateway.http.errors import JSON, ApiError
+from gateway.http.fields import ignored_fields_header, other_fields
+from gateway.http.routing import Route
+from gateway.http.shapes import ChatRequest, CompletionRequest, Generation, read_generation_request
 from gateway.prompt.memory import Owner
 from gateway.prompt.returned import ReturnedToken
 from gateway.prompt.template import strings_in

@@ -17,8 +17,9 @@ from itertools import zip_longest
 
 from cachestore.client import Event, Output, StoreLost, StoreRequest
 from cachestore.protocol import Counts, Finished, Rejected, Sampling, Started
+from gateway.http.answers import FinishReason, Usage
 from gateway.http.errors import ApiError, bad_value
-from gateway.http.shapes import MAX_SUBMISSIONS, FinishReason, Generation, Usage
+from gateway.http.shapes import MAX_SUBMISSIONS, Generation
 from gateway.prompt.align import name_blocks, u32le
 from gateway.prompt.block_keys import ChainKey, Context
 from gateway.prompt.memory import Owner

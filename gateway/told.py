@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from msgspec import UNSET, UnsetType
 
-from gateway.http.shapes import ChatLogprobs, TextLogprobs, TokenLogprob, TopLogprob
+from gateway.http.answers import ChatLogprobs, TextLogprobs, TokenLogprob, TopLogprob
 from gateway.prompt.returned import ReturnedToken
 from gateway.prompt.tokens import Prompt, Tokenizer
 

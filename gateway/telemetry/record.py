@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cachestore.protocol import Finished, Rejected, Started
+from gateway.http.answers import FinishReason
 from gateway.http.errors import ApiError
-from gateway.http.shapes import FinishReason, Generation
+from gateway.http.shapes import Generation
 from gateway.telemetry.names import OTHER_METHOD
 
 Outcome = Literal["finished", "aborted", "refused", "failed"]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gateway.choices import Choices, Piece
+from gateway.http.answers import Usage
 from gateway.http.errors import ApiError
-from gateway.http.shapes import Usage
 from gateway.prompt.returned import Part, ReturnedToken
 from gateway.prompt.tokens import Prompt
 from tests.system.scripted import until

@@ -289,6 +289,7 @@ async def test_variables_reach_the_template_and_none_of_its_own(tmp_path: Path) 
         assert error["param"] == "chat_template_kwargs"
         assert "bos_token, messages" in error["message"]
         # Refused by its size before it is rendered: the context is 2048 tokens.
-        error = refusal(await customer.ask(CHAT, chat_template_kwargs={"tone": ["x" * 40_000]}), 400)
+        error = refusal(await customer.ask(CHAT, chat_template_kwargs={"other": ["x" * 40_000]}), 400)
         assert error["code"] == "context_length_exceeded"
+        assert "bytes" in error["message"]
         assert not submitted

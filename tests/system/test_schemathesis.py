@@ -22,10 +22,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from gateway.admin.shapes import TenantInput
+from gateway.http.answers import ChatChunk, Model
 from gateway.http.errors import JSON, ApiError, Unauthorized
 from gateway.http.openapi import described
 from gateway.http.routing import RawHeaders, Route, Router
-from gateway.http.shapes import ChatChunk, Model
 from gateway.process import _server
 from tests.system.in_process import in_process
 

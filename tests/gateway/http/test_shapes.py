@@ -7,7 +7,7 @@ import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.http import shapes, sse
+from gateway.http import answers, sse
 from gateway.http.errors import ApiError
 from gateway.http.fields import CHANGES_NOTHING, NO_EFFECT, built_fields, ignored_fields_header
 from gateway.http.shapes import ChatRequest, CompletionRequest, Generation, read_generation_request
@@ -372,38 +372,38 @@ def test_no_known_field_is_in_two_groups() -> None:
     assert not NO_EFFECT & set(CHANGES_NOTHING)
 
 
-USAGE = shapes.Usage.of(prompt_tokens=20, cached_tokens=16, cache_write_tokens=0, completion_tokens=3)
+USAGE = answers.Usage.of(prompt_tokens=20, cached_tokens=16, cache_write_tokens=0, completion_tokens=3)
 
 
 def test_answers_are_what_the_openai_client_reads() -> None:
-    whole = shapes.ChatCompletion("c", 1, "m", [shapes.ChatChoice(shapes.AssistantMessage("hi"), "stop")], USAGE)
+    whole = answers.ChatCompletion("c", 1, "m", [answers.ChatChoice(answers.AssistantMessage("hi"), "stop")], USAGE)
     read = ChatCompletion.model_validate_json(msgspec.json.encode(whole))
     assert read.choices[0].message.content == "hi"
     assert read.usage is not None
     assert (read.usage.total_tokens, read.usage.prompt_tokens_details.cached_tokens) == (23, 16)  # type: ignore[union-attr]
-    text = shapes.TextCompletion("c", 1, "m", [shapes.TextChoice("hi", "length")], USAGE)
+    text = answers.TextCompletion("c", 1, "m", [answers.TextChoice("hi", "length")], USAGE)
     assert Completion.model_validate_json(msgspec.json.encode(text)).choices[0].finish_reason == "length"
-    model = shapes.ModelList([shapes.Model("m", 1)])
+    model = answers.ModelList([answers.Model("m", 1)])
     assert Model.model_validate(msgspec.to_builtins(model)["data"][0]).id == "m"
-    first = shapes.ChatChunk("c", 1, "m", [shapes.ChatChunkChoice(shapes.Delta(role="assistant", content=""))])
+    first = answers.ChatChunk("c", 1, "m", [answers.ChatChunkChoice(answers.Delta(role="assistant", content=""))])
     assert ChatCompletionChunk.model_validate_json(msgspec.json.encode(first)).choices[0].delta.role == "assistant"
 
 
 def test_a_chunk_says_nothing_of_what_it_does_not_have() -> None:
-    chunk = shapes.ChatChunk("c", 1, "m", [shapes.ChatChunkChoice(shapes.Delta(content="x"))])
+    chunk = answers.ChatChunk("c", 1, "m", [answers.ChatChunkChoice(answers.Delta(content="x"))])
     assert msgspec.to_builtins(chunk)["choices"] == [
         {"delta": {"content": "x"}, "finish_reason": None, "index": 0, "logprobs": None}
     ]
     assert "usage" not in msgspec.to_builtins(chunk)
-    asked = shapes.ChatChunk("c", 1, "m", [], usage=None)
+    asked = answers.ChatChunk("c", 1, "m", [], usage=None)
     assert msgspec.to_builtins(asked)["usage"] is None
 
 
 def test_b120_an_event_is_one_data_line_whatever_the_text() -> None:
     text = "a\nb\r\nc\rd\u2028e\u0085f\0"
     events = [
-        sse.event(shapes.TextCompletion("c", 1, "m", [shapes.TextChoice(text)])),
-        sse.event(shapes.ChatChunk("c", 1, text, [shapes.ChatChunkChoice(shapes.Delta(content=text))])),
+        sse.event(answers.TextCompletion("c", 1, "m", [answers.TextChoice(text)])),
+        sse.event(answers.ChatChunk("c", 1, text, [answers.ChatChunkChoice(answers.Delta(content=text))])),
         sse.error_event(ApiError(503, text, "service_unavailable_error", "server_is_overloaded")),
         sse.DONE,
     ]
