@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ class AdminClient:
     """
 
     def __init__(self, url: str, key: Secret) -> None:
-        # No proxy from the environment: the key goes to the URL that was named and nowhere else.
-        self._client = httpx.Client(base_url=url, timeout=_TIMEOUT_SECONDS, trust_env=False)
+        # No proxy from the environment: the key goes to the URL that was named and nowhere else. Whom to trust is the
+        # system's word, and that of SSL_CERT_FILE, which OpenSSL reads by itself.
+        verify = ssl.create_default_context() if url.startswith("https://") else False
+        self._client = httpx.Client(base_url=url, timeout=_TIMEOUT_SECONDS, trust_env=False, verify=verify)
         self._key = key
 
     @classmethod
@@ -54,6 +57,11 @@ class AdminClient:
         try:
             response = self._client.request(method, path, json=body, params=query, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                raise AdminClientError(
+                    f"{error}: set SSL_CERT_FILE to the certificate of the CA that signed it, and SALTERN_ADMIN_URL to "
+                    "a name that it has"
+                ) from None
             raise AdminClientError(
                 f"no answer from {self._client.base_url} ({type(error).__name__}): start it with `saltern serve`, "
                 "or set SALTERN_ADMIN_URL to where it runs"

@@ -1,6 +1,7 @@
 """The gateway's process: listeners, signals, and the order in which things start and end.
 
-Start: sockets bound → database, vault → listeners → store (as a child, for `serve`) → the store connected → banner.
+Start: certificates read → sockets bound → database, vault → listeners → store (as a child, for `serve`) → the store
+connected → banner.
 End: new work refused → running answers to their end or the deadline → listeners → store. A second signal ends at once.
 """
 
@@ -14,9 +15,11 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,7 +29,7 @@ from starlette.types import ASGIApp
 
 from gateway.admin_client import default_data_dir
 from gateway.app import Gateway, open_gateway
-from gateway.http.connection import Connection
+from gateway.http import connection
 from gateway.served_model import ServedModel
 from gateway.settings import Settings, SettingsError
 from gateway.supervisor import StoreEnded, Supervisor, store_command
@@ -34,6 +37,7 @@ from gateway.telemetry.providers import Exporters
 from gateway.telemetry.telemetry import Telemetry
 from gateway.tenants.database import CannotOpen
 from gateway.tenants.vault import VaultError
+from gateway.tls import server_context
 
 log = logging.getLogger("saltern.gateway")
 
@@ -66,6 +70,7 @@ def run(settings: Settings, store_arguments: Sequence[str] | None) -> int:
 
 
 async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> int:
+    tenant_tls, admin_tls = server_context(settings.tls), server_context(settings.admin_tls)
     tenant_socket = _bind("--port", settings.host, settings.port)
     admin_socket = _bind("--admin-port", ADMIN_HOST, settings.admin_port)
     stop = asyncio.Event()
@@ -85,9 +90,9 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
             telemetry=telemetry,
         ) as gateway:
             admin_key = await gateway.directory.ensure_first_admin_key(settings.data_dir)
-            admin_url = _url(ADMIN_HOST, admin_socket)
+            admin_url = _url(ADMIN_HOST, admin_socket, admin_tls)
             (settings.data_dir / "admin-url").write_text(admin_url + "\n")
-            servers = [_server(gateway.tenant_app), _server(gateway.admin_app)]
+            servers = [_server(gateway.tenant_app, tenant_tls), _server(gateway.admin_app, admin_tls)]
             listening = [
                 asyncio.create_task(server.serve(sockets=[listener]))
                 for server, listener in zip(servers, (tenant_socket, admin_socket), strict=True)
@@ -99,7 +104,9 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
                 log.info("waiting for a store at %s", settings.socket)
             watching = [asyncio.create_task(supervisor.run()) for supervisor in supervisors]
             announcing = asyncio.create_task(
-                _announce(gateway, supervisors, settings, _url(settings.host, tenant_socket), admin_url, admin_key)
+                _announce(
+                    gateway, supervisors, settings, _url(settings.host, tenant_socket, tenant_tls), admin_url, admin_key
+                )
             )
             stopping = asyncio.create_task(stop.wait())
             try:
@@ -173,33 +180,57 @@ def _is_served(path: Path) -> bool:
     return True
 
 
-def _url(host: str, listener: socket.socket) -> str:
+def _url(host: str, listener: socket.socket, tls: ssl.SSLContext | None) -> str:
     name = f"[{host}]" if ":" in host else host
-    return f"http://{name}:{listener.getsockname()[1]}"
+    return f"{'https' if tls else 'http'}://{name}:{listener.getsockname()[1]}"
 
 
 class _Server(uvicorn.Server):
     """uvicorn, without its signal handlers: one process has two of it and one order in which to end."""
 
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
+        super().__init__(config)
+        self._tls = tls
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
-
-def _server(app: ASGIApp) -> _Server:
-    return _Server(
-        uvicorn.Config(
-            app,
-            http=Connection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEPALIVE_SECONDS,
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's own, which knows no deadlines for TLS."""
+        make = partial(
+            self.config.http_protocol_class,
+            config=self.config,  # type: ignore[call-arg]
+            server_state=self.server_state,
+            app_state={},
         )
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                make,
+                sock=listener,
+                backlog=self.config.backlog,
+                ssl=self._tls,
+                ssl_handshake_timeout=connection.HEAD_SECONDS if self._tls else None,
+                ssl_shutdown_timeout=connection.STALLED_READER_SECONDS if self._tls else None,
+            )
+            for listener in sockets or ()
+        ]
+        self.started = True
+
+
+def _server(app: ASGIApp, tls: ssl.SSLContext | None = None) -> _Server:
+    config = uvicorn.Config(
+        app,
+        http=connection.Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEPALIVE_SECONDS,
     )
+    return _Server(config, tls)
 
 
 def _handle_signals(stop: asyncio.Event, supervisors: list[Supervisor]) -> None:
@@ -227,6 +258,7 @@ async def _announce(
 def _banner(settings: Settings, model: ServedModel, url: str, admin_url: str, admin_key: Path) -> str:
     """What runs where, and lines that work when pasted into a second terminal."""
     geometry, limits = model.store.geometry, model.store.limits
+    has_tls = settings.tls or settings.admin_tls
     activate = Path(sys.prefix) / "bin" / "activate"
     if model.template.exists:
         path, asked = "chat/completions", '"messages": [{"role": "user", "content": "What is salt made of?"}]'
@@ -249,6 +281,7 @@ def _banner(settings: Settings, model: ServedModel, url: str, admin_url: str, ad
         "",
         *([f"source {activate}"] if activate.exists() else []),
         *([f"export SALTERN_DATA_DIR={settings.data_dir}"] if settings.data_dir != default_data_dir() else []),
+        *(["# Where a certificate is of your own CA: export SSL_CERT_FILE=/path/to/ca.pem"] if has_tls else []),
         "saltern tenants create demo",
         "export OPENAI_API_KEY=$(saltern keys create --tenant demo --quiet)",
         f"""curl -s {url}/v1/{path} -H "Authorization: Bearer $OPENAI_API_KEY" """

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 # A socket's path has to fit into 108 bytes of the kernel's address, its end included.
 MAX_SOCKET_PATH_BYTES = 100
@@ -28,10 +27,34 @@ class SettingsError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class KeyPair:
+    """The files of a listener's certificate, with its chain, and of its private key.
+
+    Attributes:
+        option: what both options begin with, `--tls` or `--admin-tls`.
+    """
+
+    option: str
+    cert: Path
+    key: Path
+
+    @classmethod
+    def of(cls, option: str, cert: Path | None, key: Path | None) -> KeyPair | None:
+        """None without both. Raises SettingsError for one of them."""
+        if cert is None and key is None:
+            return None
+        if cert is None or key is None:
+            given, lacking = ("key", "cert") if cert is None else ("cert", "key")
+            raise SettingsError(f"{option}-{given} is without {option}-{lacking}: give both for TLS, or neither")
+        return cls(option, cert.expanduser().absolute(), key.expanduser().absolute())
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """Of `saltern serve` and `saltern gateway`; paths are absolute.
 
     Attributes:
+        tls, admin_tls: of the listeners; None for plain HTTP.
         model: of the store; None is the default model. The gateway on its own takes the store's word.
     """
 
@@ -44,42 +67,9 @@ class Settings:
     host: str
     port: int
     admin_port: int
+    tls: KeyPair | None
+    admin_tls: KeyPair | None
     drain_seconds: float
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        data_dir: Path,
-        database_url: str | None,
-        kek_file: Path | None,
-        socket: Path | None,
-        model: str | None,
-        model_name: str | None,
-        host: str,
-        port: int,
-        admin_port: int,
-        drain_seconds: float,
-    ) -> Settings:
-        """With the defaults that depend on the data directory.
-
-        Raises:
-            SettingsError: the directory can't be made or written, or the socket's path is too long.
-        """
-        data_dir = data_dir.expanduser().absolute()
-        prepare_data_dir(data_dir)
-        return cls(
-            data_dir=data_dir,
-            database_url=database_url or f"sqlite+aiosqlite:///{data_dir / 'saltern.db'}",
-            kek_file=(kek_file or data_dir / "kek").expanduser().absolute(),
-            socket=socket_path(data_dir, socket),
-            model=model,
-            model_name=model_name,
-            host=host,
-            port=port,
-            admin_port=admin_port,
-            drain_seconds=drain_seconds,
-        )
 
     @property
     def model_dir(self) -> Path | None:
@@ -88,10 +78,10 @@ class Settings:
 
 
 def prepare_data_dir(data_dir: Path) -> None:
-    """Make the data directory, for us alone, and see that it can be written.
+    """Make the data directory, for us alone, and see that it can be written; with it a folder for its socket.
 
     Raises:
-        SettingsError: it can't.
+        SettingsError: it can't, or the socket's folder is somebody else's.
     """
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -102,13 +92,19 @@ def prepare_data_dir(data_dir: Path) -> None:
         raise SettingsError(
             f"the data directory {data_dir} can't be written ({reason}): make it writable, or choose another --data-dir"
         ) from None
+    folder = socket_path(data_dir, None).parent
+    if folder.parent != data_dir:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700:
+            raise SettingsError(f"{folder} must be a folder of ours with mode 0700: remove it, or choose a --socket")
 
 
 def socket_path(data_dir: Path, chosen: Path | None) -> Path:
     """Where the store's socket is: as chosen, in the data directory, or in a short folder where that is too long.
 
     Raises:
-        SettingsError: the chosen path is too long, or the short folder is somebody else's.
+        SettingsError: the chosen path is too long.
     """
     path = (chosen or data_dir / "run" / "store.sock").expanduser().absolute()
     size_bytes = len(os.fsencode(path))
@@ -120,12 +116,7 @@ def socket_path(data_dir: Path, chosen: Path | None) -> Path:
         )
     # Made from the data directory, so that every process of it finds the same.
     name = hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"saltern-{os.geteuid()}-{name}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700:
-        raise SettingsError(f"{folder} must be a folder of ours with mode 0700: remove it, or choose a --socket")
-    return folder / "store.sock"
+    return Path(tempfile.gettempdir()) / f"saltern-{os.geteuid()}-{name}" / "store.sock"
 
 
 def size_bytes(text: str) -> int:
@@ -148,7 +139,3 @@ def check_environment(environment: Mapping[str, str], known: Iterable[str]) -> N
             close = difflib.get_close_matches(name, names, n=1)
             remedy = f"did you mean {close[0]}?" if close else "`saltern serve --help` lists those that exist"
             raise SettingsError(f"{name} is no setting: {remedy}")
-
-
-DeviceChoice = Literal["auto", "cpu", "cuda"]
-DTypeChoice = Literal["auto", "fp32", "bf16", "fp16"]

@@ -9,6 +9,8 @@
              nothing piles up, and what hides behind a request is never answered.
     framing  bare line feeds, folded lines, bad chunks and bad lengths are refused by llhttp, what else is ambiguous
              by `head_fault`: 400, and the connection ends (RFC 9112, sections 2.2, 5 and 6)
+    TLS      the handshake has the seconds of a head; who was closed has 30 s to take what is left and to close too.
+             64 KiB more of an answer than without TLS may wait unnoticed until then.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.utils import is_ssl
 
 from gateway.http.body import MAX_BODY_BYTES
 from gateway.http.errors import LINGER_BYTES, LINGER_SECONDS, ApiError
@@ -89,8 +92,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Anything that the kernel does not take pauses writing, so that the timer sees every client that stalls.
-        transport.set_write_buffer_limits(high=0)
+        # Anything that the kernel does not take pauses writing, so that the timer sees every client that stalls. TLS
+        # counts from the limit on and not from above it: with 0 it would pause where nothing is left to be taken.
+        transport.set_write_buffer_limits(high=1 if is_ssl(transport) else 0)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -192,6 +196,8 @@ class Connection(HttpToolsProtocol):
         else:
             # Nothing was asked; an answer might be taken for that of a request just sent.
             self.transport.close()
+            # Who has TLS closed is waited for.
+            self._reading = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _check_body(self, before_bytes: int) -> None:
         # What is not read because its handler is behind, or was not asked for yet, is not the client's slowness.
@@ -255,11 +261,13 @@ class Connection(HttpToolsProtocol):
             STATUS_LINE[error.status] + b"content-type: application/json\r\nconnection: close\r\n"
             b"x-request-id: %s\r\ncontent-length: %d\r\n\r\n" % (new_request_id().encode("ascii"), len(body)) + body
         )
-        # Closed with bytes unread, the connection would be reset, and the reset overtake the answer.
-        self.transport.write_eof()
+        # Closed with bytes unread, the connection would be reset, and the reset overtake the answer. Half of a TLS
+        # connection can't be closed: there, its length and `connection: close` tell the client to close.
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self.flow.resume_reading()
         self._stop_reading_timer()
-        self._reading = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        self._reading = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _end_after_answer(self) -> None:
         self._deaf = True

@@ -24,7 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 import migrations
 from gateway.http.errors import Unavailable
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger("saltern.gateway")
 
 BUSY_TIMEOUT_MS = 5000
 _RETRY_SECONDS = 0.02
@@ -119,7 +119,7 @@ class Database:
             async with raw.execute("PRAGMA wal_checkpoint(TRUNCATE)") as cursor:
                 busy, pages, copied = await cursor.fetchone()
         if busy:
-            logger.warning(
+            log.warning(
                 "the write-ahead log was not emptied within %d ms (%d of %d pages copied): a reader holds it; "
                 "deleted secrets stay in it, wrapped, until the next rotation, deletion or start",
                 BUSY_TIMEOUT_MS,
@@ -133,7 +133,7 @@ async def _unavailable() -> AsyncIterator[None]:
     try:
         yield
     except (OperationalError, InterfaceError, ConnectionError) as error:
-        logger.error("the database does not answer: %s", error)
+        log.error("the database does not answer: %s", error)
         raise DatabaseUnavailable from error
 
 

@@ -19,7 +19,7 @@ from gateway.tenants.database import Database
 from gateway.tenants.tables import WrappedSecret, utc_now
 from gateway.tenants.vault import KekFile, KeyProvider, Place, VaultError, Wrapped
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger("saltern.gateway")
 
 SECRET_BYTES = 32
 OPEN_AT_MOST = timedelta(minutes=5)
@@ -107,7 +107,7 @@ class Keyring:
             # One that is gone was destroyed by a rotation that the caller has not seen yet, most of the time.
             if not isinstance(error, SecretGone):
                 self.unwrap_failures[place.purpose] += 1
-                logger.error("%s", error)
+                log.error("%s", error)
             raise SaltUnavailable from error
         self._opened.setdefault(place, (secret, now))
         return secret

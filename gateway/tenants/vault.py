@@ -26,7 +26,7 @@ from gateway.secret import Secret
 from gateway.tenants.private_file import write_beside
 from policies.encoding import encode
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger("saltern.gateway")
 
 Purpose = Literal["salt", "offload_key", "apikey-pepper", "boot-canary"]
 
@@ -194,6 +194,6 @@ def _create(path: Path) -> None:
         os.close(directory)
     except OSError as error:
         raise VaultError(f"the key-encryption key {path} cannot be made: {error.strerror}") from None
-    logger.warning(
+    log.warning(
         "made the key-encryption key %s; a backup of its directory may hold both it and the secrets that it opens", path
     )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import uvicorn.server
 from starlette.types import ASGIApp
 
 from gateway.process import _bind, _server
+from gateway.tls import server_context
+from tests.gateway.certificates import Identity
 
 PATIENCE_SECONDS = 20
 
@@ -23,9 +25,10 @@ class Served:
 
     port: int
     state: uvicorn.server.ServerState
+    trust: ssl.SSLContext | None = None
 
     async def open(self) -> Client:
-        return Client(*await asyncio.open_connection("127.0.0.1", self.port))
+        return Client(*await asyncio.open_connection("127.0.0.1", self.port, ssl=self.trust))
 
     async def open_narrow(self) -> Client:
         """A client whose socket holds little of what it does not take."""
@@ -33,7 +36,10 @@ class Served:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.setblocking(False)
         await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self.port))
-        return Client(*await asyncio.open_connection(sock=connection, limit=1024))
+        name = "127.0.0.1" if self.trust else None
+        return Client(
+            *await asyncio.open_connection(sock=connection, limit=1024, ssl=self.trust, server_hostname=name)
+        )
 
     async def exchange(self, request: bytes) -> list[Answer]:
         """What comes back until the server closes the connection."""
@@ -57,20 +63,18 @@ class Served:
 
 
 @asynccontextmanager
-async def served(app: ASGIApp) -> AsyncIterator[Served]:
-    """The application behind a listener that is bound and configured as the gateway's are."""
-    config = _server(app).config
-    config.load()
-    state = uvicorn.server.ServerState()
+async def served(app: ASGIApp, identity: Identity | None = None) -> AsyncIterator[Served]:
+    """The application behind a listener that is bound and configured as the gateway's are, with TLS or without."""
     listener = _bind("--port", "127.0.0.1", 0)
-    make = partial(config.http_protocol_class, config=config, server_state=state, app_state={})  # type: ignore[arg-type]
-    server = await asyncio.get_running_loop().create_server(make, sock=listener, backlog=2048)
-    running = Served(listener.getsockname()[1], state)
+    server = _server(app, identity and server_context(identity.pair))
+    server.config.load()
+    await server.startup(sockets=[listener])
+    running = Served(listener.getsockname()[1], server.server_state, identity and identity.trust)
     try:
         yield running
     finally:
-        server.close()
-        for connection in list(state.connections):
+        server.servers[0].close()
+        for connection in list(running.state.connections):
             connection.transport.abort()  # type: ignore[union-attr]
         await running.until_idle()
 

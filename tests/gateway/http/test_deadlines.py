@@ -7,12 +7,14 @@ import resource
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from gateway import process
 from gateway.http import connection
+from tests.gateway.certificates import Identity
 from tests.gateway.http.sockets import Client, Served, served
 
 pytestmark = pytest.mark.anyio
@@ -100,8 +102,18 @@ async def app() -> App:
 
 
 @pytest.fixture
-async def server(app: App) -> AsyncIterator[Served]:
+async def plain(app: App) -> AsyncIterator[Served]:
     async with served(app) as running:
+        yield running
+
+
+@pytest.fixture(params=["plain", "TLS"])
+async def server(
+    app: App, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Served]:
+    # Half of a TLS connection can't be closed: a client that was refused and waits for the end waits for so long.
+    monkeypatch.setattr(connection, "LINGER_SECONDS", HEAD_SECONDS)
+    async with served(app, Identity.make(tmp_path) if request.param == "TLS" else None) as running:
         yield running
 
 
@@ -199,25 +211,25 @@ def descriptors() -> Iterator[None]:
 @pytest.mark.usefixtures("descriptors")
 @pytest.mark.parametrize(("count", "seconds"), [(500, 1.5), pytest.param(2000, 10.0, marks=pytest.mark.once)])
 async def test_half_open_connections_are_closed_by_their_deadline_while_others_are_served(
-    count: int, seconds: float, server: Served, monkeypatch: pytest.MonkeyPatch
+    count: int, seconds: float, plain: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "HEAD_SECONDS", seconds)
     heads = [b"", b"G", GET[:-2], b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nX: "]
     watch, half_open = Stopwatch(), []
     for number in range(count):
-        half_open.append(await server.open())
+        half_open.append(await plain.open())
         half_open[-1].send(heads[number % len(heads)])
     opened = time.monotonic()
     assert opened - watch.began < seconds, "the first was closed before the last was open"
     # Held open from before the first deadline until after the last.
-    used, waits = await server.open(), []
+    used, waits = await plain.open(), []
     closing = asyncio.gather(*(client.ended() for client in half_open))
     while not closing.done():
         began = time.monotonic()
         assert (await used.send(GET).answer()).status == 200
         waits.append(time.monotonic() - began)
         # Others that come are let in.
-        assert [answer.status for answer in await server.exchange(GET.replace(HOST, HOST + b"Connection: close\r\n"))]
+        assert [answer.status for answer in await plain.exchange(GET.replace(HOST, HOST + b"Connection: close\r\n"))]
         await asyncio.sleep(0.01)
     await closing
     Stopwatch.assert_about(watch, seconds + opened - watch.began)
@@ -226,7 +238,7 @@ async def test_half_open_connections_are_closed_by_their_deadline_while_others_a
     assert max(waits) < 0.5
     for client in [*half_open, used]:
         client.close()
-    await server.until_idle()
+    await plain.until_idle()
 
 
 # --- bodies
@@ -386,25 +398,25 @@ async def test_a_large_answer_may_take_long_as_long_as_it_is_taken(app: App, ser
 
 @pytest.mark.parametrize("headers", [b"", b"Connection: close\r\n"], ids=["kept alive", "closing"])
 async def test_an_answer_that_nobody_takes_does_not_keep_its_connection(
-    headers: bytes, app: App, server: Served
+    headers: bytes, app: App, plain: Served
 ) -> None:
-    client = await server.open_narrow()
+    client = await plain.open_narrow()
     client.send(b"GET /stream HTTP/1.1\r\n" + HOST + b"\r\n")
-    await server.until(lambda: "/stream" in app.left)
+    await plain.until(lambda: "/stream" in app.left)
     client.abort()
     # So little more than the kernel holds that nothing but its not being taken tells of it.
     app.large_bytes = app.sent_bytes + (48 << 10)
-    client = await server.open_narrow()
+    client = await plain.open_narrow()
     client.send(b"GET /large HTTP/1.1\r\n" + HOST + headers + b"\r\n")
-    await server.until(lambda: "/large" in app.asked and not server.state.tasks)
-    (kept,) = server.state.connections
+    await plain.until(lambda: "/large" in app.asked and not plain.state.tasks)
+    (kept,) = plain.state.connections
     assert 0 < kept.transport.get_write_buffer_size() < PIECE_BYTES  # type: ignore[union-attr]
     watch = Stopwatch()
-    await server.until_idle()
+    await plain.until_idle()
     watch.assert_about(STALLED_SECONDS)
     client.abort()
     # One that takes it gets all of it.
-    client = await server.open_narrow()
+    client = await plain.open_narrow()
     answer = await client.send(b"GET /large HTTP/1.1\r\n" + HOST + headers + b"\r\n").answer()
     assert len(answer.body) == app.large_bytes
     client.abort()
