@@ -41,8 +41,10 @@ class Identity:
         now = datetime.now(UTC)
         dates = now + timedelta(days=since_days), now + timedelta(days=until_days)
         ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-        ca = _signed("the tests' CA", ca_key, "the tests' CA", ca_key, dates)
-        cert = _signed("127.0.0.1", key, "the tests' CA", ca_key, dates)
+        # Clients tell CAs apart by their names.
+        issuer = f"CA of {folder}"[-64:]
+        ca = _signed(issuer, ca_key, issuer, ca_key, dates)
+        cert = _signed("127.0.0.1", key, issuer, ca_key, dates)
         encryption = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
         pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
         identity = cls(folder / "cert.pem", folder / "key.pem", folder / "ca.pem")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -135,10 +138,10 @@ def test_the_file_of_the_data_directory_is_found_and_may_be_missing(tmp_path: Pa
 def test_a_file_that_was_named_has_to_be_there_and_to_be_readable(tmp_path: Path) -> None:
     missing = tmp_path / "missing.toml"
     for command in COMMANDS:
-        line = refused(command, "--config", missing)
+        line = refused("config", "show", "--command", command, "--config", missing)
         assert line == f"saltern: {missing} can't be read (No such file or directory): choose another --config"
-    assert "missing.toml can't be read" in refused("serve", SALTERN_CONFIG=str(missing))
-    assert f"{tmp_path} can't be read (Is a directory)" in refused("serve", "--config", tmp_path)
+    assert "missing.toml can't be read" in refused("config", "show", SALTERN_CONFIG=str(missing))
+    assert f"{tmp_path} can't be read (Is a directory)" in refused("config", "show", "--config", tmp_path)
 
 
 def test_a_named_file_may_say_where_the_data_directory_is_and_the_one_in_it_may_not(tmp_path: Path) -> None:
@@ -152,7 +155,7 @@ def test_a_named_file_may_say_where_the_data_directory_is_and_the_one_in_it_may_
     assert shown("--config", named, "--data-dir", tmp_path / "flag")["data_dir"]["value"] == str(tmp_path / "flag")
 
     found = written(tmp_path / "here" / "saltern.toml", data_dir=str(tmp_path / "there"))
-    line = refused("serve", "--data-dir", tmp_path / "here")
+    line = refused("config", "show", "--data-dir", tmp_path / "here")
     assert line.startswith(f"saltern: {found}: data_dir can't stand in the file that is found through it: use --data-")
 
 
@@ -191,25 +194,24 @@ def test_a_named_file_may_say_where_the_data_directory_is_and_the_one_in_it_may_
 def test_what_a_file_may_not_say_is_refused_with_its_name_and_the_remedy(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "saltern.toml"
     path.write_text(text)
-    lines = {refused(command, "--data-dir", tmp_path) for command in COMMANDS}
-    (line,) = lines | {refused("config", "show", "--data-dir", tmp_path)}
+    (line,) = {refused("config", "show", "--command", command, "--data-dir", tmp_path) for command in COMMANDS}
     assert line.startswith(f"saltern: {path}")
     assert said in line
     # What is on the command line and right does not make up for what the file says and is wrong.
-    assert refused("store", "--data-dir", tmp_path, "--device", "cpu", "--threads", "1") == line
+    assert refused("config", "show", "--data-dir", tmp_path, "--device", "cpu", "--threads", "1") == line
     # Who asks for help gets it.
     assert saltern("serve", "--data-dir", tmp_path, "--help").exit_code == 0
 
 
 def test_a_file_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "saltern.toml").write_bytes(b"host = '\xff'")
-    assert "is no TOML: byte 8 is not UTF-8; save it as UTF-8" in refused("serve", "--data-dir", tmp_path)
+    assert "is no TOML: byte 8 is not UTF-8; save it as UTF-8" in refused("config", "show", "--data-dir", tmp_path)
 
 
 def test_a_value_of_the_wrong_kind_is_not_repeated(tmp_path: Path) -> None:
     # Such as a URL in the wrong line.
     written(tmp_path / "saltern.toml", port="postgresql+asyncpg://saltern:canary@host/db")
-    assert "canary" not in refused("serve", "--data-dir", tmp_path)
+    assert "canary" not in refused("config", "show", "--data-dir", tmp_path)
 
 
 def test_the_admin_commands_take_no_notice_of_a_file(tmp_path: Path) -> None:
@@ -240,6 +242,29 @@ def test_the_password_of_a_database_is_not_shown(url: str, tmp_path: Path) -> No
         assert shown(*asked)["database_url"]["value"] == URLS[url]
         # It would not be one that works.
         assert ("database_url" in tomllib.loads(text.stdout)) == ("***" not in URLS[url])
+
+
+def test_a_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
+    written(tmp_path / "saltern.toml", tls_cert="/a", tls_key="/a", admin_tls_key="/a")
+    for command in ("serve", "gateway"):
+        line = refused("config", "show", "--command", command, "--data-dir", tmp_path)
+        assert line == "saltern: --admin-tls-key is without --admin-tls-cert: give both for TLS, or neither"
+
+
+@pytest.mark.parametrize("level", ["debug", "error"])
+def test_only_salterns_own_log_follows_the_level(level: str) -> None:
+    """At debug, libraries write down what they send to a database."""
+    script = (
+        "import logging, sys; from gateway import cli, process; cli._configure_logging(sys.argv[1])\n"
+        "print(logging.getLogger('saltern.gateway').getEffectiveLevel())\n"
+        "import aiosqlite, alembic, asyncio, httpx, sqlalchemy.ext.asyncio, uvicorn\n"
+        "print(min(logging.getLogger(name).getEffectiveLevel() for name in [None, *logging.root.manager.loggerDict] "
+        "if not str(name).startswith('saltern')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, level], capture_output=True, text=True, check=False)
+    own, least = map(int, done.stdout.split())
+    assert own == logging.getLevelNamesMapping()[level.upper()], done.stderr
+    assert least >= logging.WARNING
 
 
 def test_what_is_shown_is_a_file_of_the_same_settings(tmp_path: Path) -> None:

@@ -33,9 +33,9 @@ def test_a_pair_that_belongs_together_is_taken_and_none_is_plain_http(
 def test_one_file_without_the_other_is_refused() -> None:
     assert KeyPair.of("--tls", None, None) is None
     for option in ("--tls", "--admin-tls"):
-        with pytest.raises(SettingsError, match=f"{option}-cert is without {option}-key: give both for TLS, or neither"):
+        with pytest.raises(SettingsError, match=f"{option}-cert is without {option}-key: give both"):
             KeyPair.of(option, Path("a"), None)
-        with pytest.raises(SettingsError, match=f"{option}-key is without {option}-cert: give both for TLS, or neither"):
+        with pytest.raises(SettingsError, match=f"{option}-key is without {option}-cert: give both"):
             KeyPair.of(option, None, Path("a"))
 
 

@@ -10,8 +10,9 @@ from tests.system.support import Server, Tenant, serving
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Server]:
-    """One server for all system tests that don't stop it: each test makes tenants of its own."""
-    with serving(tmp_path_factory.mktemp("saltern") / "data", "--cache-memory", "512MiB") as running:
+    """One server for all system tests that don't stop it: each test makes tenants of its own. It logs all it can."""
+    options = ("--cache-memory", "512MiB", "--log-level", "debug")
+    with serving(tmp_path_factory.mktemp("saltern") / "data", *options) as running:
         yield running
 
 

@@ -160,6 +160,19 @@ def test_a_start_beside_anothers_kernels_is_refused(tmp_path: Path, monkeypatch:
     assert "\n" not in str(raised.value)
 
 
+def test_every_log_is_salterns_own() -> None:
+    """So that `--log-level` reaches it, and reaches nothing else."""
+    names = [
+        ast.unparse(node.args[0])
+        for package in SHIPPED
+        for file in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("getLogger")
+    ]
+    assert len(names) > 10
+    assert set(names) == {"'saltern'", "'saltern.gateway'", "'saltern.store'"}
+
+
 def test_the_gateway_is_imported_without_torch() -> None:
     script = (
         "import importlib, pkgutil, sys\n"

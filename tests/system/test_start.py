@@ -160,6 +160,21 @@ def test_a_misspelt_variable_is_refused_with_the_one_that_was_meant(tmp_path: Pa
     assert "9.00 GiB" in refused("store", "--data-dir", tmp_path, SALTERN_CACHE_MEMORY="900009GiB")
 
 
+@pytest.mark.parametrize("command", ["serve", "gateway", "store"])
+def test_a_file_that_is_wrong_is_refused_by_each_command(tmp_path: Path, command: str) -> None:
+    (tmp_path / "saltern.toml").write_text("cache_memroy = '1GiB'")
+    said = f"saltern: {tmp_path / 'saltern.toml'}: 'cache_memroy' is no setting: did you mean cache_memory?"
+    assert refused(command, "--data-dir", tmp_path) == said
+    assert [file.name for file in tmp_path.iterdir()] == ["saltern.toml"]
+
+
+def test_a_store_that_is_started_heeds_the_file_of_its_gateway(tmp_path: Path) -> None:
+    (tmp_path / "some.toml").write_text(f"data_dir = '{tmp_path / 'data'}'\ncache_memory = '900GiB'\nport = 0\n")
+    line = refused("serve", "--admin-port", "0", "--config", tmp_path / "some.toml")
+    assert "a cache of 900.00 GiB" in line
+    assert (tmp_path / "data" / "saltern.db").exists()
+
+
 def test_a_data_directory_serves_once(server: Server) -> None:
     for command in ("serve", "gateway"):
         line = refused(command, "--data-dir", server.data_dir, *FREE_PORTS)
