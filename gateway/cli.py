@@ -34,6 +34,7 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(salts_app, name="salts")
 app.add_typer(config_app, name="config")
 
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(version("saltern"))
