@@ -170,7 +170,7 @@ def test_every_log_is_salterns_own() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("getLogger")
     ]
     assert len(names) > 10
-    assert set(names) == {"'saltern'", "'saltern.gateway'", "'saltern.store'"}
+    assert [name for name in names if not name.startswith(("'saltern'", "'saltern."))] == []
 
 
 def test_the_gateway_is_imported_without_torch() -> None:
