@@ -31,7 +31,7 @@ import torch
 from cachestore.engine import Sampled
 from cachestore.philox import philox_uniform
 from cachestore.protocol import TokenLogprobs
-from cachestore.sampling_rows import SamplingRows
+from cachestore.sampling_rows import Draws, SamplingRows
 
 NO_TOKEN = -1
 # JSON has no -inf.
@@ -89,10 +89,10 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Samples:
     tokens = scores.argmax(dim=-1)
     # NaN is greater than all else to `argmax`.
     possible = scores.gather(-1, tokens[:, None]).isfinite()
-    if len(rows.drawn):
+    if draws := rows.draws:
         # What has no token is drawn from all the same, and evenly, so that no NaN comes up.
-        drawn_from = scores[rows.drawn].float().masked_fill_(~possible[rows.drawn], 0.0)
-        tokens[rows.drawn] = _draw_rows(drawn_from, rows)
+        scores = _pick(scores, draws.rows).float().masked_fill(~possible[draws.rows], 0.0)
+        tokens[draws.rows] = _draw_rows(scores, draws)
     tokens = tokens.masked_fill(~possible.flatten(), NO_TOKEN)
     return Samples(tokens, _logprobs(logits, tokens, rows.told) if rows.told else None)
 
@@ -108,27 +108,35 @@ def _adjusted(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     return scores
 
 
-def _draw_rows(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """A token for each of the D rows that are not greedy: float32 [D, vocabulary] → int64 [D]."""
-    exact = scores.double()
+def _draw_rows(scores: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """A token for each of D rows: float32 [D, vocabulary] → int64 [D]."""
     # The best score becomes 0 before the division: a tiny temperature must not make infinities.
-    exact = (exact - exact.amax(dim=-1, keepdim=True)) / rows.temperature[:, None]
-    probabilities = exact.softmax(dim=-1)
-    if len(rows.floored):
-        some = probabilities[rows.floored]
-        least = rows.min_p[:, None] * some.amax(dim=-1, keepdim=True)
-        probabilities[rows.floored] = some.masked_fill_(some < least, 0.0)
+    best = scores.amax(dim=-1, keepdim=True)
+    probabilities = scores.double().sub_(best).div_(draws.temperature[:, None]).softmax(dim=-1)
+    if len(draws.floored):
+        some = _pick(probabilities, draws.floored)
+        least = draws.min_p[:, None] * some.amax(dim=-1, keepdim=True)
+        probabilities[draws.floored] = some.masked_fill(some < least, 0.0)
     cumulative = probabilities.cumsum(dim=-1)
-    uniform = philox_uniform(rows.seeds, rows.output_index)
+    uniform = philox_uniform(draws.seeds, draws.output_index)
     tokens = _draw(cumulative, uniform)
-    if len(cut := rows.cut):
+    if len(cut := draws.cut):
         vocabulary_tokens = scores.shape[-1]
-        limits = torch.where(rows.top_k > 0, rows.top_k.clamp(max=vocabulary_tokens), vocabulary_tokens)
-        masses = cumulative[cut, -1]
         tokens[cut] = _draw_cut(
-            _ranking(scores[cut]), probabilities[cut], masses, limits, rows.top_p, uniform[cut], _SHORTLIST_TOKENS
+            _ranking(_pick(scores, cut)),
+            _pick(probabilities, cut),
+            cumulative[cut, -1],
+            torch.where(draws.top_k > 0, draws.top_k.clamp(max=vocabulary_tokens), vocabulary_tokens),
+            draws.top_p,
+            uniform[cut],
+            _SHORTLIST_TOKENS,
         )
     return tokens
+
+
+def _pick(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """These rows, in order, of [R, vocabulary]; without a copy when they are all."""
+    return values if len(rows) == len(values) else values.index_select(0, rows)
 
 
 def _draw(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -181,7 +189,7 @@ def _draw_cut(
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, told: list[tuple[int, int]]) -> Logprobs:
     rows = torch.tensor([row for row, _ in told], device=logits.device)
-    scores = logits[rows].float()
+    scores = _pick(logits, rows).float()
     logprobs = scores.double().log_softmax(dim=-1)
     top_tokens = _likeliest(_ranking(scores), min(max(count for _, count in told), scores.shape[-1]))
     sampled = logprobs.gather(-1, tokens[rows, None].clamp(min=0)).flatten()

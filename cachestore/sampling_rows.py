@@ -37,24 +37,19 @@ class Entries:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """The sampling parameters of R rows.
+class Draws:
+    """The rows that are not greedy, D in number.
 
     Attributes:
-        penalties: what logits are divided by, or multiplied where they are not positive.
-        offsets: what is added then, one after the other.
-        drawn: int64 [D], the rows that are not greedy.
+        rows: int64 [D].
         temperature: float64 [D].
         seeds: the 64-bit seeds as pairs of 32-bit words, int64 [D, 2].
         output_index: int64 [D], how many tokens the request has generated before.
         floored: int64 [M], which of the D have a min_p; min_p: float64 [M].
         cut: int64 [F], which of the D have a top-k or top-p; top_k: int64 [F], 0 is off; top_p: float64 [F].
-        told: (row, how many of the likeliest) of the rows that ask for log probabilities.
     """
 
-    penalties: Entries | None
-    offsets: list[Entries]
-    drawn: torch.Tensor
+    rows: torch.Tensor
     temperature: torch.Tensor
     seeds: torch.Tensor
     output_index: torch.Tensor
@@ -63,21 +58,54 @@ class SamplingRows:
     cut: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: List[int], sequences: List[Sequence], device: torch.device) -> Draws:
+        wanted = [sequence.sampling for sequence in sequences]
+        floored = [at for at, sampling in enumerate(wanted) if sampling.min_p > 0]
+        cut = [at for at, sampling in enumerate(wanted) if sampling.top_k > 0 or sampling.top_p < 1]
+
+        def tensor(values: List[object], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return cls(
+            rows=tensor(rows, torch.int64),
+            temperature=tensor([sampling.temperature for sampling in wanted], torch.float64),
+            seeds=tensor([(sampling.seed & _WORD, sampling.seed >> 32) for sampling in wanted], torch.int64),
+            output_index=tensor([sequence.output_tokens for sequence in sequences], torch.int64),
+            floored=tensor(floored, torch.int64),
+            min_p=tensor([wanted[at].min_p for at in floored], torch.float64),
+            cut=tensor(cut, torch.int64),
+            top_k=tensor([wanted[at].top_k for at in cut], torch.int64),
+            top_p=tensor([wanted[at].top_p for at in cut], torch.float64),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How the rows of a step are sampled.
+
+    Attributes:
+        penalties: what logits are divided by, or multiplied where they are not positive.
+        offsets: what is added then, one after the other.
+        draws: None when all rows are greedy.
+        told: (row, how many of the likeliest) of the rows that ask for log probabilities.
+    """
+
+    penalties: Entries | None
+    offsets: list[Entries]
+    draws: Draws | None
     told: list[tuple[int, int]]
 
     @classmethod
     def of(cls, sequences: List[Sequence], device: torch.device) -> SamplingRows:
-        """The rows that sample the next token of these sequences."""
-        rows = [sequence.sampling for sequence in sequences]
-        drawn = [row for row, sampling in enumerate(rows) if sampling.temperature > 0]
-        floored = [at for at, row in enumerate(drawn) if rows[row].min_p > 0]
-        cut = [at for at, row in enumerate(drawn) if rows[row].top_k > 0 or rows[row].top_p < 1]
+        """For the next token of each of these."""
         penalised: list[_Part] = []
         used: list[_Part] = []
         biased: list[_Part] = []
         masked: list[_Part] = []
         for row, sequence in enumerate(sequences):
-            sampling = rows[row]
+            sampling = sequence.sampling
             if sampling.repetition_penalty != 1:
                 penalised.append((row, np.unique(np.array(sequence.tokens)), sampling.repetition_penalty))
             if sampling.presence_penalty or sampling.frequency_penalty:
@@ -88,23 +116,10 @@ class SamplingRows:
                 biased.append((row, [token for token, _ in bias], [value for _, value in bias]))
             if sequence.output_tokens < sampling.min_tokens:
                 masked.append((row, list(sequence.stop_token_ids), -np.inf))
-
-        def tensor(values: List[object], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
+        drawn = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
         return cls(
             penalties=Entries.of(penalised, device) if penalised else None,
             offsets=[Entries.of(parts, device) for parts in (used, biased, masked) if parts],
-            drawn=tensor(drawn, torch.int64),
-            temperature=tensor([rows[row].temperature for row in drawn], torch.float64),
-            seeds=tensor(
-                [(rows[row].seed & _WORD, rows[row].seed >> 32) for row in drawn], torch.int64
-            ).reshape(-1, 2),
-            output_index=tensor([sequences[row].output_tokens for row in drawn], torch.int64),
-            floored=tensor(floored, torch.int64),
-            min_p=tensor([rows[drawn[at]].min_p for at in floored], torch.float64),
-            cut=tensor(cut, torch.int64),
-            top_k=tensor([rows[drawn[at]].top_k for at in cut], torch.int64),
-            top_p=tensor([rows[drawn[at]].top_p for at in cut], torch.float64),
-            told=[(row, s.logprobs) for row, s in enumerate(rows) if s.logprobs is not None],
+            draws=Draws.of(drawn, [sequences[row] for row in drawn], device) if drawn else None,
+            told=[(row, s.sampling.logprobs) for row, s in enumerate(sequences) if s.sampling.logprobs is not None],
         )

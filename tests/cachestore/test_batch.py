@@ -38,10 +38,11 @@ def test_rows_are_packed_without_padding_between_them() -> None:
     assert batch.block_tables.tolist() == [[5, 3, -1], [8, 1, 6], [2, -1, -1]]
     assert (batch.max_query_tokens, batch.max_context_tokens) == (5, 9)
     assert batch.sample_rows.tolist() == [0, 8]
-    assert batch.sampling.temperature.tolist() == [1, 2]
+    assert batch.sampling.draws
+    assert batch.sampling.draws.temperature.tolist() == [1, 2]
     # Three tokens of an answer were drawn before this one.
-    assert batch.sampling.output_index.tolist() == [3, 0]
-    assert batch.sampling.seeds.tolist() == [[7, 0], [0, 256]]
+    assert batch.sampling.draws.output_index.tolist() == [3, 0]
+    assert batch.sampling.draws.seeds.tolist() == [[7, 0], [0, 256]]
     assert batch.token_ids.dtype == batch.positions.dtype == batch.slots.dtype == torch.int64
     assert batch.block_tables.dtype == batch.query_starts.dtype == batch.context_lengths.dtype == torch.int32
     assert batch.sample_rows.dtype == torch.int64
