@@ -186,6 +186,7 @@ class Answer:
     named_blocks: int
     started: Started | None = None
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finished: Finished | None = None
     rejected: Rejected | None = None
     sealed: bool = False
@@ -361,11 +362,12 @@ class Harness:
         if connection in self._gone:
             return
         if isinstance(message, Tokens):
-            for request, tokens, _ in message.entries:
+            for request, tokens, logprobs in message.entries:
                 answer = self.answers[connection, request]
                 assert answer.started
                 assert not answer.over
                 answer.tokens += tokens
+                answer.logprobs += logprobs
             return
         answer = self.answers[connection, message.request]
         assert not answer.over, "something came after the end"

@@ -156,23 +156,7 @@ def _with_seed(sampling: Sampling, seed: int) -> Sampling:
     return Sampling(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, seed=seed)
 
 
-# --- company
-
-KINDS = st.builds(
-    Sampling,
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
-    top_k=st.sampled_from([0, 1, 5]),
-    top_p=st.sampled_from([1.0, 0.7, 0.1]),
-    seed=WORDS,
-)
-
-
-@given(rows=st.lists(st.tuples(KINDS, st.integers(0, 5000)), min_size=1, max_size=6), scale=st.floats(0.1, 30))
-def test_a_row_draws_the_same_alone_and_in_any_company(rows: list[tuple[Sampling, int]], scale: float) -> None:
-    logits = torch.randn(len(rows), 97, generator=torch.Generator().manual_seed(2)) * scale
-    together = draw(logits, [sampling for sampling, _ in rows], [index for _, index in rows])
-    alone = [draw(logits[row : row + 1], [s], [index])[0] for row, (s, index) in enumerate(rows)]
-    assert together == alone
+# --- seeds
 
 
 def test_the_seed_and_the_place_decide_and_nothing_else() -> None:
