@@ -106,6 +106,8 @@ async def test_a_finished_request_is_one_trace(
         "saltern.store.steps": len("pepper"),
         "saltern.store.preemptions": 0,
     }
+    queue, prefill, decode = (trace[name] for name in STORE)
+    assert (queue.end, prefill.end) == (prefill.start, decode.start)
     assert not any(span.is_error for span in trace.spans)
 
 
