@@ -254,8 +254,8 @@ async def test_b175_the_server_span_ends_after_the_last_byte(tmp_path: Path) -> 
 
         async def tokens_over_three_seconds() -> None:
             for _ in range(6):
-                await asyncio.sleep(0.5)
                 await until(lambda: runner.waiting)
+                await asyncio.sleep(0.5)
                 runner.let()
             runner.open()
 
