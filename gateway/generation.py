@@ -141,6 +141,7 @@ async def start(
         epoch = standing.epoch
         if epoch != named_epoch:
             continue
+        queued_ns = now_ns()
         try:
             request = connection.client.submit(
                 account=standing.account,
@@ -155,7 +156,7 @@ async def start(
             # Lost while the prompt was made ready: whatever ended the store, this request was not it.
             raise StoreUnavailable("The model is not available at the moment. Try again in a second.") from None
         owner = Owner(standing.account, epoch, generation.scope)
-        submission = record.submission(len(prompt.tokens), first=choice == 0)
+        submission = record.submission(len(prompt.tokens), first=choice == 0, queued_ns=queued_ns)
         answer = Answer(connection, owner, prompt, generation, chain, request, aligned.keys, submission)
         rejected = await answer.admitted()
         if rejected is None:

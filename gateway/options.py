@@ -13,6 +13,7 @@ import typer
 
 from gateway.admin_client import default_data_dir
 from gateway.settings import KeyPair, Settings, size_bytes, socket_path
+from gateway.telemetry.names import MAX_TENANT_LABELS
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -98,6 +99,15 @@ class GatewayOptions(CommonOptions):
         float,
         typer.Option(envvar="SALTERN_DRAIN_SECONDS", min=0, help="How long running answers may take at the end."),
     ] = 4.0
+    tenant_metrics: Annotated[
+        int,
+        typer.Option(
+            envvar="SALTERN_TENANT_METRICS",
+            min=0,
+            max=MAX_TENANT_LABELS,
+            help="How many tenants have metrics of their own.",
+        ),
+    ] = 0
 
     def settings(self) -> Settings:
         """With the defaults that depend on the data directory.
@@ -118,6 +128,7 @@ class GatewayOptions(CommonOptions):
             tls=KeyPair.of("--tls", self.tls_cert, self.tls_key),
             admin_tls=KeyPair.of("--admin-tls", self.admin_tls_cert, self.admin_tls_key),
             drain_seconds=self.drain_seconds,
+            tenant_metrics=self.tenant_metrics,
         )
 
     def effective(self) -> dict[str, object]:

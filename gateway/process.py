@@ -76,7 +76,7 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
     stop = asyncio.Event()
     supervisors: list[Supervisor] = []
     _handle_signals(stop, supervisors)
-    telemetry = Telemetry(Exporters.from_environment(os.environ))
+    telemetry = Telemetry(Exporters.from_environment(os.environ), tenant_labels=settings.tenant_metrics)
     try:
         if store_arguments is not None:
             await _until_nobody_serves(settings.socket, stop)

@@ -70,6 +70,7 @@ class Settings:
     tls: KeyPair | None
     admin_tls: KeyPair | None
     drain_seconds: float
+    tenant_metrics: int
 
     @property
     def model_dir(self) -> Path | None:

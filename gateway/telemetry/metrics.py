@@ -22,10 +22,10 @@ class RequestMetrics:
     """Counts requests that are over.
 
     Args:
-        by_tenant: also by the tenant's public id, the first thousand of them.
+        tenant_labels: how many tenants are counted on their own, by public id, the first that come; the rest is one.
     """
 
-    def __init__(self, meter: Meter, *, by_tenant: bool) -> None:
+    def __init__(self, meter: Meter, *, tenant_labels: int) -> None:
         def histogram(metric: Metric) -> Any:
             return meter.create_histogram(
                 metric.name, metric.unit, metric.meaning, explicit_bucket_boundaries_advisory=list(metric.buckets)
@@ -42,8 +42,9 @@ class RequestMetrics:
         self._overhead = histogram(names.OVERHEAD)
         self._requests = counter(names.REQUESTS)
         self._cache_tokens = counter(names.CACHE_TOKENS)
-        self._tenants: dict[str, None] | None = {} if by_tenant else None
-        if by_tenant:
+        self._tenant_labels = tenant_labels
+        self._tenants: set[str] = set()
+        if tenant_labels:
             self._tenant_requests = counter(names.TENANT_REQUESTS)
             self._tenant_tokens = counter(names.TENANT_TOKENS)
 
@@ -84,10 +85,10 @@ class RequestMetrics:
         self._count_tenant(record)
 
     def _count_tenant(self, record: RequestRecord) -> None:
-        if self._tenants is None or record.tenant_id is None:
+        if not self._tenant_labels or record.tenant_id is None:
             return
-        if len(self._tenants) < names.MAX_TENANT_LABELS:
-            self._tenants[record.tenant_id] = None
+        if len(self._tenants) < self._tenant_labels:
+            self._tenants.add(record.tenant_id)
         tenant = record.tenant_id if record.tenant_id in self._tenants else names.OTHER_TENANT
         self._tenant_requests.add(1, _labels({names.TENANT: tenant, names.OUTCOME: record.outcome}))
         for kind, tokens in (("input", record.input_tokens), ("output", record.output_tokens)):

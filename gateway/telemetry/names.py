@@ -91,7 +91,7 @@ CACHE_WRITE_TOKENS = Attribute(
 )
 TOKEN_TYPE = Attribute("gen_ai.token.type", "string", "input or output")
 
-TENANT = Attribute("saltern.tenant.id", "string", "the tenant's public id; on spans, and on metrics that are asked for")
+TENANT = Attribute("saltern.tenant.id", "string", "the tenant's public id; on spans and on the metrics of tenants")
 REQUEST_ID = Attribute("saltern.request.id", "string", "as in the header x-request-id")
 MISS_BLOCK = Attribute("saltern.cache.miss_block", "int", "index of the first block that was not found")
 PROMPT_TOKENS = Attribute("saltern.prompt.tokens", "int", "tokens of all prompts")
@@ -227,10 +227,10 @@ UNWRAP_FAILURES = Metric(
     "saltern.secrets.unwrap_failures", "counter", "{failure}", "secrets that did not open", (PURPOSE,)
 )
 TENANT_REQUESTS = Metric(
-    "saltern.tenant.requests", "counter", "{request}", "requests by tenant, where that is asked for", (TENANT, OUTCOME)
+    "saltern.tenant.requests", "counter", "{request}", "requests by tenant, where asked for", (TENANT, OUTCOME)
 )
 TENANT_TOKENS = Metric(
-    "saltern.tenant.tokens", "counter", "{token}", "tokens by tenant, where that is asked for", (TENANT, TOKEN_TYPE)
+    "saltern.tenant.tokens", "counter", "{token}", "tokens by tenant, where asked for", (TENANT, TOKEN_TYPE)
 )
 
 METRICS = (

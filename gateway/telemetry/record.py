@@ -58,10 +58,10 @@ class Submission:
         refusal: the code with which the store refused it, or `store_lost`.
     """
 
-    def __init__(self, record: RequestRecord, prompt_tokens: int, *, first: bool) -> None:
+    def __init__(self, record: RequestRecord, prompt_tokens: int, *, first: bool, queued_ns: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.first = first
-        self.queued_ns = now_ns()
+        self.queued_ns = queued_ns
         self.first_output_ns = 0
         self.ended_ns = 0
         self.started: Started | None = None
@@ -137,8 +137,9 @@ class RequestRecord:
         # The response, and each submission.
         self._held = 1
 
-    def submission(self, prompt_tokens: int, *, first: bool) -> Submission:
-        submission = Submission(self, prompt_tokens, first=first)
+    def submission(self, prompt_tokens: int, *, first: bool, queued_ns: int) -> Submission:
+        """One that was sent to the store. `queued_ns`: before it was, as the store may be quick."""
+        submission = Submission(self, prompt_tokens, first=first, queued_ns=queued_ns)
         self.submissions.append(submission)
         self._held += 1
         return submission

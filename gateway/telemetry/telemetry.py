@@ -32,10 +32,10 @@ class Telemetry:
     """Of one gateway. `close` sends what is left.
 
     Args:
-        by_tenant: metrics also have the tenant's public id.
+        tenant_labels: how many tenants have metrics of their own.
     """
 
-    def __init__(self, exporters: Exporters, *, by_tenant: bool = False) -> None:
+    def __init__(self, exporters: Exporters, *, tenant_labels: int = 0) -> None:
         self._registry = CollectorRegistry()
         prometheus = PrometheusMetricReader(
             scope_info_enabled=False, registry=self._registry, cardinality_limits=CARDINALITY_LIMITS
@@ -44,7 +44,7 @@ class Telemetry:
         self._tracers = tracer_provider(exporters)
         self._tracer = self._tracers.get_tracer(SCOPE) if self._tracers else None
         self._meter = self._meters.get_meter(SCOPE)
-        self._requests = RequestMetrics(self._meter, by_tenant=by_tenant)
+        self._requests = RequestMetrics(self._meter, tenant_labels=tenant_labels)
 
     def observe_store(
         self,

@@ -40,6 +40,7 @@ VALUES: dict[str, tuple[Any, Any, Any]] = {
     "admin_tls_cert": ("/a", "/b", "/c"),
     "admin_tls_key": ("/a", "/b", "/c"),
     "drain_seconds": (1, 2.5, 3.5),
+    "tenant_metrics": (1, 2, 3),
     "device": ("cpu", "cuda", "cpu"),
     "dtype": ("fp32", "bf16", "fp16"),
     "block_tokens": (8, 32, 64),

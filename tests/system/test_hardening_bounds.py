@@ -80,11 +80,12 @@ TOO_MUCH: dict[str, tuple[str, dict[str, Any], str]] = {
     "heat": (CHAT, {"temperature": 2.01}, "temperature"),
     "a scope": (CHAT, {"cache_salt": "a" * (MAX_SCOPE_BYTES + 1)}, "cache_salt"),
     "a cache key": (CHAT, {"prompt_cache_key": "a" * 257}, "prompt_cache_key"),
-    "log probabilities": (CHAT, {"logprobs": True, "top_logprobs": 1_000_000}, "logprobs"),
-    "log probabilities of a text": (TEXT, {"prompt": "a", "logprobs": 1_000_000}, "logprobs"),
+    "log probabilities": (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "log probabilities of a text": (TEXT, {"prompt": "a", "logprobs": 21}, "logprobs"),
     "a schema": (CHAT, {"response_format": {"type": "json_schema", "json_schema": "a" * 9999}}, "response_format"),
     "tools": (CHAT, {"tools": [{"type": "function"}] * 9999}, "tools"),
-    "a bias": (CHAT, {"logit_bias": {str(token): 1 for token in range(9999)}}, "logit_bias"),
+    "a bias": (CHAT, {"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+    "stop tokens": (CHAT, {"stop_token_ids": [*range(257)]}, "stop_token_ids"),
 }
 AS_MUCH_AS_IS_ALLOWED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"n": MAX_SUBMISSIONS}),
@@ -92,6 +93,8 @@ AS_MUCH_AS_IS_ALLOWED: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"prompt": ["a"] * 2, "n": MAX_SUBMISSIONS // 2}),
     (CHAT, {"stop": ["a" * 1024] * 4, "top_k": (1 << 31) - 1, "seed": (1 << 63) - 1, "temperature": 2}),
     (CHAT, {"cache_salt": "a" * MAX_SCOPE_BYTES, "prompt_cache_key": "a" * 256}),
+    (CHAT, {"logit_bias": {str(token): 1 for token in range(1024)}, "stop_token_ids": [*range(256)]}),
+    (CHAT, {"logprobs": True, "top_logprobs": 20}),
     (CHAT, {"logprobs": False, "top_logprobs": 0, "tools": [], "response_format": {"type": "text"}, "logit_bias": {}}),
     (TEXT, {"prompt": random_prompt("all of the context", CONTEXT_TOKENS - 1)}),
 ]

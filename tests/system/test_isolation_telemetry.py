@@ -27,7 +27,7 @@ def test_line_48_canaries_show_in_no_log_no_span_and_no_metric_at_debug_level(
     with receiving() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
         monkeypatch.setenv("OTEL_LOG_LEVEL", "debug")
-        options = ["--log-level", "debug", "--tenant-metrics"]
+        options = ["--log-level", "debug", "--tenant-metrics", "9"]
         with running(tmp_path / "data", "serve", *options, limits=EAGER) as server:
             server.wait_until_ready()
             tenant, insider = server.tenant(), Insider(server)

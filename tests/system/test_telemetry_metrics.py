@@ -86,7 +86,7 @@ async def test_b179_tenants_make_no_series_unless_that_is_asked_for(tmp_path: Pa
             name: values.keys() for name, values in before.items() if not name.startswith("http_")
         }
         assert "tnt_" not in repr(after)
-    telemetry = Telemetry(Exporters(), by_tenant=True)
+    telemetry = Telemetry(Exporters(), tenant_labels=5)
     (tmp_path / "named").mkdir()
     async with in_process(tmp_path / "named", default_model, telemetry=telemetry) as inside:
         customer = await inside.customer("first")
@@ -235,7 +235,7 @@ async def test_without_a_store_there_are_no_gauges_and_counters_stay(tmp_path: P
 
 
 async def test_a_scrape_bears_declared_names_only(tmp_path: Path, default_model: Path) -> None:
-    telemetry = Telemetry(Exporters(), by_tenant=True)
+    telemetry = Telemetry(Exporters(), tenant_labels=5)
     async with in_process(tmp_path, default_model, telemetry=telemetry) as inside:
         headers = (await inside.customer("a")).headers
         body = {"model": inside.model, "prompt": [1, 2, 3], "max_tokens": 3, "ignore_eos": True}

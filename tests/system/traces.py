@@ -87,9 +87,9 @@ def traces(spans: Iterable[Span]) -> list[Trace]:
 class Recording:
     """Telemetry whose spans stay in memory."""
 
-    def __init__(self, *, by_tenant: bool = False) -> None:
+    def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
-        self.telemetry = Telemetry(Exporters([SimpleSpanProcessor(self._exporter)]), by_tenant=by_tenant)
+        self.telemetry = Telemetry(Exporters([SimpleSpanProcessor(self._exporter)]))
 
     def traces(self) -> list[Trace]:
         """Of requests to a completion route; those of administrators are set-up."""

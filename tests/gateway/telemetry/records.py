@@ -31,8 +31,7 @@ def generation(**fields: Any) -> RequestRecord:
 
 def started(record: RequestRecord, *, cached_tokens: int = 32, first: bool = True) -> Submission:
     """A submission of 50 tokens that was queued at 102 s and admitted at 103 s."""
-    submission = record.submission(50, first=first)
-    submission.queued_ns = 102 * SECOND
+    submission = record.submission(50, first=first, queued_ns=102 * SECOND)
     stamps = Stamps(queued_ns=102 * SECOND, started_ns=103 * SECOND)
     submission.started = Started(request=1, cached_tokens=cached_tokens, miss_block=2, stamps=stamps)
     return submission

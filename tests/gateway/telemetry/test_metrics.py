@@ -11,11 +11,11 @@ from gateway.telemetry.store_totals import StoreTotals, Totals
 from tests.gateway.telemetry.records import finished, generation, started
 
 
-def series(tenants: int, *, by_tenant: bool) -> list[str]:
+def series(tenants: int, *, tenant_labels: int) -> list[str]:
     """What Prometheus reads after so many tenants asked once each."""
     registry = CollectorRegistry()
     reader = PrometheusMetricReader(registry=registry, cardinality_limits=CARDINALITY_LIMITS)
-    metrics = RequestMetrics(meter_provider([reader]).get_meter("test"), by_tenant=by_tenant)
+    metrics = RequestMetrics(meter_provider([reader]).get_meter("test"), tenant_labels=tenant_labels)
     for number in range(tenants):
         request = generation()
         request.tenant_id = f"tnt_{number}"
@@ -25,13 +25,13 @@ def series(tenants: int, *, by_tenant: bool) -> list[str]:
 
 
 def test_b179_five_thousand_tenants_make_no_series() -> None:
-    few, many = series(1, by_tenant=False), series(5000, by_tenant=False)
+    few, many = series(1, tenant_labels=0), series(5000, tenant_labels=0)
     assert len(many) == len(few)
     assert "tnt_" not in "".join(many)
 
 
 def test_b179_with_names_the_first_thousand_tenants_have_series_and_the_rest_shares_one() -> None:
-    found = series(5000, by_tenant=True)
+    found = series(5000, tenant_labels=names.MAX_TENANT_LABELS)
     requests = [line for line in found if line.startswith("saltern_tenant_requests_total")]
     assert len(requests) == names.MAX_TENANT_LABELS + 1
     (rest,) = [line for line in requests if f'saltern_tenant_id="{names.OTHER_TENANT}"' in line]

@@ -44,8 +44,7 @@ def test_a_generation_is_told_by_the_stamps_of_the_store() -> None:
 
 def test_an_abort_is_told_where_it_happened() -> None:
     waiting, prefilling, decoding = generation(), generation(), generation()
-    finished(waiting.submission(50, first=True), reason="aborted", output_tokens=0)
-    waiting.submissions[0].queued_ns = 102 * SECOND
+    finished(waiting.submission(50, first=True, queued_ns=102 * SECOND), reason="aborted", output_tokens=0)
     finished(started(prefilling), reason="aborted", output_tokens=0)
     finished(started(decoding), reason="aborted")
     for request, name in ((waiting, "store.queue"), (prefilling, "store.prefill"), (decoding, "store.decode")):
@@ -81,7 +80,7 @@ def test_the_first_end_of_a_submission_counts() -> None:
 @pytest.mark.parametrize("code", ["queue_timeout", "draining", "over_capacity"])
 def test_a_refusal_by_the_store_names_its_reason(code: str) -> None:
     request = generation()
-    submission = request.submission(50, first=True)
+    submission = request.submission(50, first=True, queued_ns=102 * SECOND)
     submission.refuse(rejected(code))
     request.fail(ApiError(503, "no", code="server_is_overloaded"))
     assert (request.outcome, request.error) == ("refused", code)
