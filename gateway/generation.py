@@ -175,7 +175,9 @@ def _refusal(rejected: Rejected) -> ApiError:
 
 
 def _end_ids(model: ServedModel, generation: Generation) -> list[int]:
-    own = () if generation.ignore_eos else model.tokenizer.stop_token_ids
+    # A configuration may name an end token that the model does not have; the store takes its ids seriously.
+    known = (token for token in model.tokenizer.stop_token_ids if token < model.store.limits.vocabulary_tokens)
+    own = () if generation.ignore_eos else known
     return list(dict.fromkeys((*own, *generation.stop_token_ids)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from cachestore.scheduler import Row
 from gateway.http.shapes import MAX_SCOPE_BYTES, MAX_SUBMISSIONS
 from tests.system.in_process import Customer, InProcess, in_process
+from tests.system.scripted import END, ScriptedRunner, Words, byte_ids
 from tests.system.support import random_prompt
 
 pytestmark = pytest.mark.anyio
@@ -117,3 +119,14 @@ async def test_line_43_no_request_asks_for_more_than_its_bounds(tmp_path: Path, 
             assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
             assert str(CONTEXT_TOKENS) in answer["error"]["message"]
         await saltern.check()
+
+
+async def test_an_end_token_that_the_model_does_not_have_is_none(tmp_path: Path) -> None:
+    """The store would close the connection over it, and end everybody's requests."""
+    runner, model = ScriptedRunner(), Words.write(tmp_path / "model")
+    (model.directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, 49152]}))
+    async with in_process(tmp_path, model.directory, runner=runner) as saltern:
+        customer = await saltern.customer("a")
+        runner.script(*byte_ids("salt"))
+        status, answer = await ask(saltern, customer, TEXT, prompt="a", max_tokens=10)
+        assert (status, answer["choices"][0]["text"]) == (200, "salt")
