@@ -25,6 +25,8 @@ SHIPPED = (*PACKAGES, "migrations", "benchmarks")
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "yaml", "ruamel"}
 BUILTINS = {"eval", "exec"}
 IMPORTERS = {"__import__", "import_module"}
+# It makes bytes and loads none: what the names of blocks are measured against.
+ALLOWED = {("benchmarks/keys.py", "pickle.dumps")}
 
 
 def unsafe_loading(source: str) -> Iterator[str]:
@@ -48,7 +50,7 @@ def _unsafe(node: ast.AST, aliases: dict[str, str]) -> Iterator[str]:
             yield from (name.name for name in names if name.name.split(".")[0] in MODULES)
         case ast.ImportFrom(module=str(module), names=names, level=0):
             if module.split(".")[0] in MODULES:
-                yield module
+                yield from (f"{module}.{name.name}" for name in names)
             yield from (f"{module}.{name.name}" for name in names if _is_torch_load(module, name.name))
             yield from (name.name for name in names if module == "builtins" and name.name in BUILTINS)
         case ast.Attribute(value=ast.Name(id=owner), attr=attribute):
@@ -78,6 +80,7 @@ def unsafe_files(root: Path) -> list[str]:
         for folder in SHIPPED
         for file in sorted((root / folder).rglob("*.py"))
         for finding in unsafe_loading(file.read_text(encoding="utf-8"))
+        if (str(file.relative_to(root)), finding.split(": ")[1]) not in ALLOWED
     ]
 
 
@@ -120,6 +123,16 @@ def test_line_34_the_shipped_tree_loads_no_objects_from_bytes(tmp_path: Path) ->
     planted.parent.mkdir(parents=True)
     planted.write_text("import json\nimport pickle\n")
     assert unsafe_files(tmp_path) == ["gateway/tenants/planted.py:2: pickle"]
+
+
+def test_making_bytes_is_allowed_in_one_file_and_loading_them_in_none(tmp_path: Path) -> None:
+    for name in ("keys", "serving"):
+        file = tmp_path / "benchmarks" / f"{name}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("from pickle import dumps, loads\n")
+    found = ["benchmarks/keys.py:1: pickle.loads"]
+    found += ["benchmarks/serving.py:1: pickle.dumps", "benchmarks/serving.py:1: pickle.loads"]
+    assert unsafe_files(tmp_path) == found
 
 
 @pytest.mark.parametrize("source", PLANTED)
