@@ -25,12 +25,15 @@ class Double:
     Attributes:
         caches: whether it tells how much of a prompt it knew: all that a prompt or an answer to it has in common.
         tells_ids: whether events have token ids.
+        joins: whether the first event has two tokens.
         lies: replaces fields of usage.
         known: prompts with their answers.
     """
 
-    def __init__(self, *, says: str = "salt", caches: bool = True, tells_ids: bool = True, **lies: int) -> None:
-        self.says, self.caches, self.tells_ids, self.lies = says, caches, tells_ids, lies
+    def __init__(
+        self, *, says: str = "salt", caches: bool = True, tells_ids: bool = True, joins: bool = False, **lies: int
+    ) -> None:
+        self.says, self.caches, self.tells_ids, self.joins, self.lies = says, caches, tells_ids, joins, lies
         self.bodies: list[dict[str, Any]] = []
         self.known: list[list[Any]] = []
         self.app = Starlette(
@@ -53,8 +56,9 @@ class Double:
         return StreamingResponse(self.events(body["max_tokens"], usage), media_type="text/event-stream")
 
     async def events(self, tokens: int, usage: dict[str, Any]) -> AsyncIterator[bytes]:
-        for _ in range(tokens):
-            choice = {"text": "", "token_ids": [7]} if self.tells_ids else {"text": self.says}
+        events = [[7, 7], *[[7]] * (tokens - 2)] if self.joins else [[7]] * tokens
+        for token_ids in events:
+            choice = {"text": "", "token_ids": token_ids} if self.tells_ids else {"text": self.says}
             yield b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
         yield b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
         yield b"data: [DONE]\n\n"
@@ -117,6 +121,29 @@ async def test_both_servers_are_asked_the_same_in_turns() -> None:
     assert report["servers"]["peer"]["model"] == "other"
     assert "key" not in json.dumps(report["servers"])
     assert "ratio: median (least - greatest)" in serving.text(report)
+
+
+@pytest.mark.anyio
+async def test_who_is_first_changes_with_every_repetition() -> None:
+    asked: list[str] = []
+
+    async def noting(server: MeasuredServer, draw: Draw) -> dict[str, float]:
+        asked.append(server.name)
+        return {"nothing, ms": 1.0}
+
+    async with listening(Double().app) as url:
+        servers = [MeasuredServer(name, url, None, "double") for name in ("a", "b")]
+        await serving.measure(servers, "seed", 2, [noting])
+        for server in servers:
+            await server.close()
+    assert asked == ["a", "b", "b", "a", "a", "b"]
+
+
+@pytest.mark.anyio
+async def test_first_events_with_several_tokens_are_warned_of() -> None:
+    (warning,) = (await measured(Double(joins=True), repetitions=1))["warnings"]
+    # Two prompts, twice eight requests and six turns, in two repetitions.
+    assert "in 48 of 48 answers the first event had several tokens" in warning
 
 
 @pytest.mark.anyio
