@@ -34,7 +34,7 @@ from gateway.secret import Secret
 from gateway.tenants.directory import Directory
 from gateway.tenants.fences import Dropped, PendingFence
 from gateway.tenants.registry import NameTaken, Registry, SaltHistory
-from gateway.tenants.tables import ApiKey, Tenant
+from gateway.tenants.tables import ApiKey, Tenant, is_active
 
 PREFIX = "/admin/v1/tenants"
 
@@ -238,7 +238,7 @@ def _tenant_body(row: Tenant) -> TenantBody:
 
 
 def _key_body(row: ApiKey, now: datetime, text: Secret | UnsetType = UNSET) -> KeyBody:
-    status = row.status if row.status != "active" or row.is_active(now) else "expired"
+    status = row.status if row.status != "active" or is_active(row.status, row.expires_at, now) else "expired"
     return KeyBody(row.id, row.name, row.last4, row.scopes, status, row.created_at, row.expires_at, secret=text)
 
 

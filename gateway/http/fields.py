@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -61,8 +62,9 @@ def other_fields(type: type[msgspec.Struct]) -> Meta:
     return Meta(extra_json_schema={"properties": neutral | without_effect})
 
 
-def built_fields(type: type[msgspec.Struct]) -> set[str]:
-    return {field.name for field in msgspec.structs.fields(type)}
+@cache
+def built_fields(type: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset({field.name for field in msgspec.structs.fields(type)})
 
 
 def sort_out_fields(body: dict[str, Any], built: Collection[str]) -> tuple[str, ...]:

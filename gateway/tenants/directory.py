@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import delete, exists, or_, select, update
+from sqlalchemy import Row, bindparam, delete, exists, or_, select, update
 
 from gateway.http.errors import Unauthorized
 from gateway.secret import Secret
@@ -24,7 +25,7 @@ from gateway.tenants.fences import PendingFence
 from gateway.tenants.keyring import PEPPER_VERSION, Keyring
 from gateway.tenants.minting import new_key
 from gateway.tenants.private_file import write_beside
-from gateway.tenants.tables import AdminKey, ApiKey, Epoch, Fence, KeyColumns, Tenant, utc_now
+from gateway.tenants.tables import AdminKey, ApiKey, Epoch, Fence, Tenant, is_active, utc_now
 from gateway.tenants.vault import Place
 
 ADMIN_SCOPES = frozenset(
@@ -35,6 +36,31 @@ ADMIN_SCOPES = frozenset(
 _DUMMY_DIGEST = bytes(32)
 
 Headers = list[tuple[bytes, bytes]]
+
+# Statements of every request, made once.
+
+
+def _key_columns(key: type[ApiKey] | type[AdminKey]) -> list[Any]:
+    return [key.id, key.digest, key.pepper_version, key.status, key.expires_at, key.scopes]
+
+
+_TENANT_KEY = (
+    select(*_key_columns(ApiKey), ApiKey.tenant_id, Tenant.account, Tenant.epoch, Tenant.status.label("tenant_status"))
+    .join(Tenant, Tenant.id == ApiKey.tenant_id)
+    .where(ApiKey.id == bindparam("key_id"))
+)
+_ADMIN_KEY = select(*_key_columns(AdminKey)).where(AdminKey.id == bindparam("key_id"))
+_STANDING = (
+    select(Tenant.account, Tenant.epoch)
+    .join(ApiKey, ApiKey.tenant_id == Tenant.id)
+    .where(
+        ApiKey.id == bindparam("key_id"),
+        Tenant.id == bindparam("tenant_id"),
+        ApiKey.status == "active",
+        or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > bindparam("now")),
+        Tenant.status == "active",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +117,16 @@ class Directory:
             SaltUnavailable: the pepper does not open.
         """
         presented = _presented("tenant", headers)
-        statement = select(ApiKey, Tenant).join(Tenant, Tenant.id == ApiKey.tenant_id)
-        async with self.database.read() as session:
-            row = (await session.execute(statement.where(ApiKey.id == presented.id))).one_or_none()
-        key, tenant = row if row else (None, None)
+        key = await self.database.row(_TENANT_KEY, {"key_id": presented.id})
         matches = await self._matches(presented, key)
-        if key is None or tenant is None or not matches or tenant.status != "active":
+        if key is None or not matches or key.tenant_status != "active":
             raise Unauthorized
-        return Principal(key.id, tenant.id, tenant.account, tenant.epoch, frozenset(key.scopes))
+        return Principal(key.id, key.tenant_id, key.account, key.epoch, frozenset(key.scopes))
 
     async def authenticate_admin(self, headers: Headers) -> AdminPrincipal:
         """The admin key that a request's raw headers carry; a tenant's is malformed here. Raises as `authenticate`."""
         presented = _presented("admin", headers)
-        async with self.database.read() as session:
-            key = await session.get(AdminKey, presented.id)
+        key = await self.database.row(_ADMIN_KEY, {"key_id": presented.id})
         matches = await self._matches(presented, key)
         if key is None or not matches:
             raise Unauthorized
@@ -116,19 +138,8 @@ class Directory:
         Raises:
             Unauthorized: key or tenant is gone or not active.
         """
-        statement = (
-            select(Tenant.account, Tenant.epoch)
-            .join(ApiKey, ApiKey.tenant_id == Tenant.id)
-            .where(
-                ApiKey.id == principal.key_id,
-                Tenant.id == principal.tenant_id,
-                ApiKey.status == "active",
-                or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > self.clock()),
-                Tenant.status == "active",
-            )
-        )
-        async with self.database.read() as session:
-            row = (await session.execute(statement)).one_or_none()
+        asked = {"key_id": principal.key_id, "tenant_id": principal.tenant_id, "now": self.clock()}
+        row = await self.database.row(_STANDING, asked)
         if row is None:
             raise Unauthorized
         return Standing(row.account, row.epoch)
@@ -178,11 +189,11 @@ class Directory:
             os.replace(write_beside(path, key.text.reveal() + b"\n"), path)
         return path
 
-    async def _matches(self, presented: ParsedKey, stored: KeyColumns | None) -> bool:
+    async def _matches(self, presented: ParsedKey, stored: Row[Any] | None) -> bool:
         version = stored.pepper_version if stored else PEPPER_VERSION
         expected = stored.digest if stored else _DUMMY_DIGEST
         equal = hmac.compare_digest(await self.keyring.digest(presented.secret, version), expected)
-        return equal and stored is not None and stored.is_active(self.clock())
+        return equal and stored is not None and is_active(stored.status, stored.expires_at, self.clock())
 
 
 def _presented(kind: Kind, headers: Headers) -> ParsedKey:

@@ -80,8 +80,10 @@ class KeyColumns:
     created_at: Mapped[datetime]
     expires_at: Mapped[datetime | None]
 
-    def is_active(self, now: datetime) -> bool:
-        return self.status == "active" and (self.expires_at is None or now < self.expires_at)
+
+def is_active(status: str, expires_at: datetime | None, now: datetime) -> bool:
+    """Whether a key of that status, and until then, opens anything now."""
+    return status == "active" and (expires_at is None or now < expires_at)
 
 
 class ApiKey(KeyColumns, Base):

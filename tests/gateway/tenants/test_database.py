@@ -6,7 +6,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 
 from gateway.tenants import database as database_module
 from gateway.tenants.database import CannotOpen, Database, DatabaseUnavailable, SchemaTooNew
@@ -114,4 +114,58 @@ async def test_a_database_error_does_not_quote_values(tmp_path: Path) -> None:
             await session.execute(insert, {"id": "a-canary"})
     assert "pending_fences" in str(caught.value)
     assert "a-canary" not in str(caught.value)
+    await database.close()
+
+
+COUNT = text("SELECT count(*) AS count FROM pending_fences WHERE id = :id")
+ONE = {"id": "one"}
+
+
+async def count(database: Database) -> int:
+    row = await database.row(COUNT, ONE)
+    assert row is not None
+    return int(row.count)
+
+
+async def test_a_row_is_as_it_was_last_committed_by_whoever(tmp_path: Path) -> None:
+    database = await Database.open(database_url(tmp_path))
+    other = sqlite3.connect(tmp_path / "saltern.db", isolation_level=None)
+    for statement, found in (
+        ("BEGIN IMMEDIATE", 0),
+        ("INSERT INTO pending_fences (id, account, created_at) VALUES ('one', 'a', '2030-01-01')", 0),
+        ("COMMIT", 1),
+        ("DELETE FROM pending_fences", 0),
+    ):
+        other.execute(statement)
+        assert await count(database) == found
+    other.close()
+    assert await database.row(text("SELECT id FROM tenants WHERE id = :id"), ONE) is None
+    await database.close()
+
+
+async def test_a_row_that_can_not_be_read_at_once_is_waited_for(tmp_path: Path) -> None:
+    class Busy:
+        def execute(self, statement: object, values: object) -> None:
+            raise OperationalError(None, None, sqlite3.OperationalError("database is locked"))
+
+    database = await Database.open(database_url(tmp_path))
+    here, database._here = database._here, Busy()  # type: ignore[assignment]
+    assert here is not None
+    assert await count(database) == 0
+    database._here = here
+    await database.close()
+
+
+async def test_nothing_is_written_where_rows_are_read(tmp_path: Path) -> None:
+    database = await Database.open(database_url(tmp_path))
+    assert database._here is not None
+    with pytest.raises(OperationalError, match="readonly"):
+        database._here.execute(text("DELETE FROM tenants"))
+    await database.close()
+
+
+async def test_a_database_in_memory_has_one_connection(tmp_path: Path) -> None:
+    database = await Database.open("sqlite+aiosqlite://")
+    assert database._here is None
+    assert await count(database) == 0
     await database.close()
