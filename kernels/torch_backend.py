@@ -3,12 +3,17 @@
 Shapes: T new tokens packed over S sequences; H query heads, G kv heads (H a multiple of G); D key dim, Dv
 value dim; N blocks of B tokens; M entries of a block table.
 
-Attention works sequence by sequence, on copies that lie in memory the same way in any batch: a row never
-depends on its company, bit for bit. A sequence goes query tile by query tile (Rabe and Staats,
-arXiv:2112.05682), so that scores stay small and keys that no query of a tile sees are not visited.
+Attention works on copies that lie in memory the same way in any batch: a row never depends on its company,
+bit for bit. Sequences with one query token are taken together where their keys are padded to the same
+length, all others one by one, query tile by query tile (Rabe and Staats, arXiv:2112.05682), so that scores
+stay small and keys that no query of a tile sees are not visited.
 """
 
 from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +35,8 @@ __all__ = [
 # Rows of a query tile: its tokens times the query heads that share a kv head. Of 128 .. 768, what is fastest
 # or within 3 % of it at 9 query heads on 3, chunks of 256 tokens and contexts of 256 .. 8,192 on CPU.
 TILE_ROWS = 192
+# Masks for more keys are not kept: at this many one is 3 MB in fp32.
+LONG_MASK_TOKENS = 4096
 
 
 def write_kv(
@@ -134,8 +141,13 @@ def paged_attention(
     tile_tokens = max(1, TILE_ROWS // group)
     # PyTorch's fused attention has no caps, sinks or lse; it takes half the time where it applies.
     fused = soft_cap is None and sinks is None and lse is None and key_dim == value_dim
+    if fused:
+        for decodes in _decodes(tuple(starts), tuple(contexts), window, k_blocks.shape[1], q.dtype, q.device):
+            _decode(out, q, k_blocks, v_blocks, block_tables, decodes, scale)
     for sequence, context in enumerate(contexts):
         first, stop = starts[sequence], starts[sequence + 1]
+        if fused and stop - first == 1 and context:
+            continue
         # Index of a row minus its position; positions below zero see nothing.
         shift = stop - context
         seeing = max(first, shift) if causal else (first if context else stop)
@@ -143,31 +155,29 @@ def paged_attention(
         if seeing == stop:
             continue
         oldest = 0 if window is None else max(0, seeing - shift - window + 1)
-        keys = _gather(k_blocks, block_tables[sequence], oldest, context)
-        values = _gather(v_blocks, block_tables[sequence], oldest, context)
+        keys = _gather_context(k_blocks, block_tables[sequence], oldest, context)
+        values = _gather_context(v_blocks, block_tables[sequence], oldest, context)
         for row in range(seeing, stop, tile_tokens):
             end = min(row + tile_tokens, stop)
             begin = 0 if window is None else max(oldest, row - shift - window + 1)
             until = end - shift if causal else context
             seen = slice(begin - oldest, until - oldest)
-            visible = None
+            mask = None
             if causal and end - row > 1:
-                position = torch.arange(row - shift, end - shift, device=q.device)[:, None]
-                visible = _visible(position, torch.arange(begin, until, device=q.device), window)
-                visible = visible.repeat(group, 1)
+                reach = 1 << (until - begin - 1).bit_length()
+                make = _causal_mask if reach > LONG_MASK_TOKENS else _kept_causal_mask
+                mask = make(end - row, group, reach, window, q.dtype, q.device)[:, reach - (until - begin) :]
             # Heads of a group side by side as rows [G, group * tokens, D]. Copied even where a view would do:
             # matrix products may round otherwise when their operands are aligned otherwise.
             rows = q[row:end].unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
             rows = rows.clone(memory_format=torch.contiguous_format).flatten(1, 2)
             if fused:
                 result = F.scaled_dot_product_attention(
-                    rows[None], keys[None, :, seen], values[None, :, seen], attn_mask=visible, scale=scale
+                    rows[None], keys[None, :, seen], values[None, :, seen], attn_mask=mask, scale=scale
                 )[0]
             else:
                 sink = None if sinks is None else sinks.view(kv_heads, group).repeat_interleave(end - row, 1)
-                result, result_lse = _attend(
-                    rows, keys[:, seen], values[:, seen], visible, scale, soft_cap, sink
-                )
+                result, result_lse = _attend(rows, keys[:, seen], values[:, seen], mask, scale, soft_cap, sink)
                 if lse is not None:
                     by_head = result_lse.view(query_heads, end - row)
                     lse[row:end].copy_(by_head.transpose(0, 1))
@@ -243,17 +253,110 @@ def latent_attention(
 _NO_LATENT = "latent attention is not supported yet; serve a model with plain or grouped-query attention"
 
 
-def _visible(position: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor:
-    """bool [queries, keys]: which keys the queries at positions [queries, 1] see."""
-    seen = key <= position
-    return seen if window is None else seen & (key > position - window)
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """Sequences with one query token whose keys are padded to the same length, and are computed together.
+
+    That length depends on nothing but the number of a sequence's keys, so that none depends on the others.
+
+    Attributes:
+        sequences, rows: int64 [S], which they are and their rows of q.
+        entries: int64 [S, E], which of their table entries are gathered; past the end of a context, its last again.
+        ends: how many of the gathered tokens belong to the context.
+        mask: [S, 1, 1, E * B], 0 or -inf.
+    """
+
+    sequences: torch.Tensor
+    rows: torch.Tensor
+    entries: torch.Tensor
+    ends: list[int]
+    mask: torch.Tensor
+
+
+# Every layer of a step asks for the same.
+@functools.lru_cache(maxsize=4)
+def _decodes(
+    starts: tuple[int, ...],
+    contexts: tuple[int, ...],
+    window: int | None,
+    block_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[_Decodes]:
+    alike: dict[int, list[tuple[int, int, int, int]]] = {}
+    for sequence, context in enumerate(contexts):
+        if context and starts[sequence + 1] - starts[sequence] == 1:
+            oldest = 0 if window is None else max(0, context - window)
+            skipped = oldest // block_tokens
+            held = context - skipped * block_tokens
+            # An eighth too much or 64 tokens, and less than the 512 keys that PyTorch's attention takes at once.
+            step = math.lcm(max(64, min(256, (1 << held.bit_length()) >> 4)), block_tokens)
+            alike.setdefault(-(-held // step) * step, []).append((sequence, oldest, skipped, held))
+    decodes = []
+    for padded_tokens, members in alike.items():
+        sequences, oldest, skipped, held = torch.tensor(members, device=device).T
+        entries = torch.arange(padded_tokens // block_tokens, device=device)
+        entries = entries.minimum((held[:, None] - 1) // block_tokens) + skipped[:, None]
+        token = torch.arange(padded_tokens, device=device)
+        hidden = (token < (oldest - skipped * block_tokens)[:, None]) | (token >= held[:, None])
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+        rows = torch.tensor([starts[sequence] for sequence, *_ in members], device=device)
+        ends = held.tolist()
+        decodes.append(_Decodes(sequences, rows, entries, ends, mask[:, None, None]))
+    return decodes
+
+
+def _decode(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
+    block_tables: torch.Tensor,
+    decodes: _Decodes,
+    scale: float,
+) -> None:
+    """Attention of the given rows, written into the same rows of `out`."""
+    kv_heads, dim = k_blocks.shape[2:]
+    count = len(decodes.ends)
+    table = block_tables.index_select(0, decodes.sequences).gather(1, decodes.entries).flatten()
+    keys = _gather(k_blocks, table).view(kv_heads, count, -1, dim)
+    values = _gather(v_blocks, table).view(kv_heads, count, -1, dim)
+    for sequence, end in enumerate(decodes.ends):
+        # A free slot may hold NaN, and 0 · NaN is NaN.
+        keys[:, sequence, end:].zero_()
+        values[:, sequence, end:].zero_()
+    rows = q.index_select(0, decodes.rows).view(count, kv_heads, -1)
+    # A kv head's rows begin on 64 bytes: matrix products may round otherwise when operands are aligned otherwise.
+    if over := rows.shape[2] * rows.element_size() % 64:
+        rows = F.pad(rows, (0, (64 - over) // rows.element_size()))[..., : rows.shape[2]]
+    rows, keys, values = rows.view(count, kv_heads, -1, dim), keys.transpose(0, 1), values.transpose(0, 1)
+    result = F.scaled_dot_product_attention(rows, keys, values, attn_mask=decodes.mask, scale=scale)
+    out.index_copy_(0, decodes.rows, result.flatten(1, 2))
+
+
+def _causal_mask(
+    tokens: int, group: int, reach: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """[group * tokens, reach], 0 or -inf: what the last `tokens` of `reach` tokens see, for each head of a group.
+
+    The mask for fewer keys is its right end.
+    """
+    position = torch.arange(reach - tokens, reach, device=device)[:, None]
+    key = torch.arange(reach, device=device)
+    hidden = key > position if window is None else (key > position) | (key <= position - window)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+    return mask.repeat(group, 1)
+
+
+# Every layer of a step asks for the same, and most steps do.
+_kept_causal_mask = functools.lru_cache(maxsize=8)(_causal_mask)
 
 
 def _attend(
     rows: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    visible: torch.Tensor | None,
+    mask: torch.Tensor | None,
     scale: float,
     soft_cap: float | None,
     sink: torch.Tensor | None,
@@ -262,8 +365,8 @@ def _attend(
     scores = (rows.float() * scale) @ keys.float().transpose(1, 2)
     if soft_cap is not None:
         scores = (scores / soft_cap).tanh_() * soft_cap
-    if visible is not None:
-        scores.masked_fill_(~visible, -torch.inf)
+    if mask is not None:
+        scores += mask
     peak = scores.amax(-1)
     if sink is not None:
         peak = torch.maximum(peak, sink)
@@ -274,15 +377,24 @@ def _attend(
     return weights @ values.float() / total[..., None], peak + total.log()
 
 
-def _gather(blocks: torch.Tensor, table: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+def _gather_context(blocks: torch.Tensor, table: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     """[G, end - begin, D]: the tokens `begin .. end - 1` of one sequence.
 
     Cut to the context rather than masked: a free slot may hold NaN, and 0 · NaN is NaN.
     """
     block_tokens = blocks.shape[1]
     skipped = begin // block_tokens
-    held = blocks.index_select(0, table[skipped : -(-end // block_tokens)]).flatten(0, 1)
-    return held[begin - skipped * block_tokens : end - skipped * block_tokens].transpose(0, 1)
+    held = _gather(blocks, table[skipped : -(-end // block_tokens)])
+    return held[:, begin - skipped * block_tokens : end - skipped * block_tokens]
+
+
+def _gather(blocks: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    """[G, entries * B, D]: all tokens of the given blocks. Head by head, since a block holds its heads one by one."""
+    _, block_tokens, kv_heads, dim = blocks.shape
+    gathered = blocks.new_empty(kv_heads, len(entries), block_tokens, dim)
+    for head, tokens in zip(blocks.unbind(2), gathered.unbind(), strict=True):
+        torch.index_select(head, 0, entries, out=tokens)
+    return gathered.flatten(1, 2)
 
 
 def _blank(out: torch.Tensor, lse: torch.Tensor | None, row: int, end: int) -> None:

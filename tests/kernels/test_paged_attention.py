@@ -50,6 +50,13 @@ def test_prefill_around_the_edges_of_a_query_tile(heads: tuple[int, int]) -> Non
         agrees(Scene([(new, new + 5)], heads=heads, dims=(16, 16)), causal=False)
 
 
+@pytest.mark.parametrize("window", [None, 60, 500])
+@pytest.mark.parametrize("block_tokens", [8, 128])
+def test_decodes_around_the_lengths_that_they_are_padded_to(block_tokens: int, window: int | None) -> None:
+    contexts = [edge + d for edge in (64, 128, 512, 576, 1024) for d in (-1, 0, 1)]
+    agrees(Scene([(1, context) for context in contexts], dims=(16, 16), block_tokens=block_tokens), window=window)
+
+
 @pytest.mark.parametrize("split", range(1, 21))
 def test_prefill_in_two_chunks_gives_what_one_gives(split: int) -> None:
     whole = Scene([(21, 21)], block_tokens=8)
@@ -146,12 +153,21 @@ def test_large_scores_neither_overflow_nor_lose_the_answer() -> None:
 def test_a_row_does_not_depend_on_its_company(
     dtype: torch.dtype, dims: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    lengths = [(1, 70), (1, 3), (9, 31), (1, 70), (17, 17), (1, 200), (2, 2)]
+    # Contexts of 66 .. 128 tokens are computed together, whoever is there.
+    lengths = [(1, 70), (1, 3), (9, 31), (1, 70), (17, 17), (1, 200), (2, 2), (1, 128), (1, 66)]
     scene = Scene(lengths, heads=(5, 1), dims=dims, dtype=dtype, padding_rows=1)
     together = paged_attention(**scene.arguments(), **options)
     for sequence, (first, stop) in enumerate(pairwise(scene.starts)):
         assert torch.equal(together[first:stop], paged_attention(**scene.only(sequence), **options))
     assert not torch.equal(together[0], together[scene.starts[3]])
+
+
+def test_masks_that_are_kept_belong_to_their_step() -> None:
+    """Steps of the same shape, and one that differs in its window or its contexts alone."""
+    for lengths in ([(1, 70), (9, 31)], [(1, 70), (9, 32)], [(1, 71), (9, 31)], [(1, 70), (8, 31), (1, 5)]):
+        for window in (None, 5, 6):
+            agrees(Scene(lengths), window=window)
+            agrees(Scene(lengths, seed=1), window=window)
 
 
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 4.0}])
