@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # How far a replacement may be from the original, of the largest value: another order of summation in fp32, one rounding
 # more or less in 16 bits.
@@ -23,6 +24,7 @@ ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 PROBE_ROWS = (1, 7, 64)
 SIBLINGS = {"q/k/v": ("q_proj", "k_proj", "v_proj"), "gate/up": ("gate_proj", "up_proj")}
 ROTARY_TABLE_BYTES = 64 << 20
+PROBE = "saltern_probe"
 # The proof of binding runs 48 tokens, however small the cache is.
 LEAST_TOKENS = 64
 
@@ -134,9 +136,87 @@ class RotaryTable(nn.Module):
         super().__init__()
         positions = torch.arange(tokens, device=probe.device)[None]
         self.tables = {kind: [table[0] for table in rotary(probe, positions, *kind)] for kind in _kinds(rotary)}
+        self.dims = {table.shape[-1] for tables in self.tables.values() for table in tables}
 
     def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, *kind: str) -> tuple[torch.Tensor, ...]:
         return tuple(table[position_ids] for table in self.tables[kind])
+
+
+class FusedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)), gate and up side by side (Shazeer, arXiv:2002.05202)."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.gate_up = mlp.gate_proj.merged
+        self.act_fn = mlp.act_fn
+        self.down_proj = mlp.down_proj
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up.linear(rows).split(self.gate_up.sizes, dim=-1)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class RotaryFactors:
+    """Cosines and sines of a step, [1, T, 1, dim], as the layers want them; the layers share one of these."""
+
+    def __init__(self) -> None:
+        self._source: tuple[torch.Tensor, ...] | None = None
+        self._factors: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def of(self, position_embeddings: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cosines, and the sines with the first half negated."""
+        if self._factors is None or position_embeddings is not self._source:
+            cosines, sines = position_embeddings
+            half = sines.shape[-1] // 2
+            signed = torch.cat((-sines[..., :half], sines[..., half:]), dim=-1)
+            self._source, self._factors = position_embeddings, (cosines[:, :, None], signed[:, :, None])
+        return self._factors
+
+
+class FusedAttention(nn.Module):
+    """Projection, norms of q and k where there are any, rotation of q and k together, attention, projection.
+
+    Rotates halves (Su et al., arXiv:2104.09864, as Llama lays them out) over the whole head.
+
+    Args:
+        options: what the attention it replaces hands to the attention function, the same at every call.
+    """
+
+    def __init__(self, attention: nn.Module, options: dict[str, Any], factors: RotaryFactors) -> None:
+        super().__init__()
+        self.qkv = attention.q_proj.merged
+        self.o_proj = attention.o_proj
+        self.q_norm = getattr(attention, "q_norm", None)
+        self.k_norm = getattr(attention, "k_norm", None)
+        self.layer_idx = attention.layer_idx
+        self.config = attention.config
+        self.head_dim = attention.head_dim
+        self.heads = [size // self.head_dim for size in self.qkv.sizes]
+        self.options = options
+        self.factors = factors
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, ...],
+        attention_mask: torch.Tensor | None = None,
+        **passed_on: Any,
+    ) -> tuple[torch.Tensor, None]:
+        rows = hidden_states.shape[:-1]
+        q_heads, k_heads, v_heads = self.heads
+        heads = self.qkv.linear(hidden_states).view(*rows, -1, self.head_dim)
+        rotated, v = heads.split((q_heads + k_heads, v_heads), dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rotated.split((q_heads, k_heads), dim=2)
+            rotated = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
+        cosines, sines = self.factors.of(position_embeddings)
+        rotated = (rotated * cosines).add_(rotated.roll(self.head_dim // 2, -1).mul_(sines))
+        q, k = rotated.split((q_heads, k_heads), dim=2)
+        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        out, _ = attend(
+            self, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attention_mask, **self.options, **passed_on
+        )
+        return self.o_proj(out.reshape(*rows, -1)), None
 
 
 @torch.no_grad()
@@ -171,6 +251,14 @@ def fuse(model: nn.Module, max_context_tokens: int) -> str:
             linears: list[Any] = [getattr(parent, name, None) for name in names]
             if all(type(linear) is nn.Linear and uses[id(linear.weight)] == 1 for linear in linears):
                 put(kind, parent, names, _merged(linears, probe))
+    factors = RotaryFactors()
+    rotated_dims = {dim for module in model.modules() if type(module) is RotaryTable for dim in module.dims}
+    for parent, name in _places(model):
+        child = getattr(parent, name)
+        if _parts(child) == {"q_proj", "k_proj", "v_proj", "o_proj"} and rotated_dims == {child.head_dim}:
+            put("attentions", parent, [name], _attention(child, factors, probe))
+        elif _parts(child) == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+            put("MLPs", parent, [name], _mlp(child, probe))
     if probe.device.type == "cpu":
         for parent, name in _places(model):
             child = getattr(parent, name)
@@ -236,6 +324,77 @@ def _merged(linears: list[Any], probe: torch.Tensor) -> list[LinearPart] | None:
     inputs = _random_rows(features, probe)
     difference = max(_difference(linear, part, inputs) for linear, part in zip(linears, parts, strict=True))
     return parts if difference <= ALLOWED[probe.dtype] else None
+
+
+def _parts(module: nn.Module) -> set[str]:
+    """The names of its children if those are layers merged above and what may stand beside them, else none."""
+    children = dict(module.named_children())
+    merged = {name for name, child in children.items() if type(child) is LinearPart}
+    return set(children) - {"q_norm", "k_norm"} if merged else set()
+
+
+def _probe_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    saltern_seen: list[Any],
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Stands in for attention while an attention module is compared: notes what it is given, answers a mixture."""
+    saltern_seen.append((query, key, value, options))
+    group = query.shape[1] // key.shape[1]
+    mixture = query + key.repeat_interleave(group, dim=1) + value.repeat_interleave(group, dim=1)
+    return mixture.transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(PROBE, _probe_attention)
+
+
+def _attention(attention: Any, factors: RotaryFactors, probe: torch.Tensor) -> list[FusedAttention] | None:
+    options: list[dict[str, Any]] = []
+
+    def told(module: Callable[..., Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def run(rows: torch.Tensor) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(rows.shape[1])
+            shape = (2, 1, rows.shape[1], attention.head_dim)
+            embeddings = tuple(torch.randn(shape, generator=generator).to(probe))
+            seen: list[Any] = []
+            out, _ = module(rows, position_embeddings=embeddings, attention_mask=None, saltern_seen=seen)
+            *states, passed = seen[0]
+            options.append(passed)
+            return torch.cat([state.flatten() for state in (out, *states)])
+
+        return run
+
+    inputs = _random_rows(attention.q_proj.weight.shape[1], probe)
+    function = attention.config._attn_implementation
+    attention.config._attn_implementation = PROBE
+    try:
+        told(attention)(inputs[0])
+        replacement = FusedAttention(attention, options[0], factors)
+        difference = _difference(told(attention), told(replacement), inputs)
+    except Exception:  # whatever a module of another make says to such a call
+        return None
+    finally:
+        attention.config._attn_implementation = function
+    return [replacement] if difference <= ALLOWED[probe.dtype] and all(_same(options[0], o) for o in options) else None
+
+
+def _same(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether attention is told the same, tensors being the same tensors."""
+    return first.keys() == second.keys() and all(
+        value is second[key] or (not isinstance(value, torch.Tensor) and value == second[key])
+        for key, value in first.items()
+    )
+
+
+def _mlp(mlp: nn.Module, probe: torch.Tensor) -> list[FusedMLP] | None:
+    replacement = FusedMLP(mlp)
+    inputs = _random_rows(mlp.gate_proj.weight.shape[1], probe)
+    return [replacement] if _difference(mlp, replacement, inputs) <= ALLOWED[probe.dtype] else None
 
 
 def _packed(linear: nn.Linear, shared: bool, probe: torch.Tensor) -> list[PackedLinear] | None:

@@ -8,55 +8,102 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cachestore import fuse as fusing
-from cachestore.fuse import LinearPart, MergedLinear, RMSNorm, RotaryTable, fuse
+from cachestore.fuse import (
+    FusedAttention,
+    LinearPart,
+    MergedLinear,
+    RMSNorm,
+    RotaryFactors,
+    RotaryTable,
+    fuse,
+)
 from tests.cachestore.small_models import SIZES
 
 CONTEXT_TOKENS = 128
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
 
+MERGED = "2 of 2 q/k/v, 2 of 2 gate/up"
+FUSED = "2 of 2 attentions, 2 of 2 MLPs"
+
 # What is fused of two layers of each architecture.
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    "llama": ({}, "5 of 5 norms, 1 of 1 rotary tables, 2 of 2 q/k/v, 2 of 2 gate/up, 9 of 9 matrices"),
+    "llama": ({}, f"5 of 5 norms, 1 of 1 rotary tables, {MERGED}, {FUSED}, 9 of 9 matrices"),
     # Biases on q, k and v.
-    "qwen2": ({}, "5 of 5 norms, 1 of 1 rotary tables, 2 of 2 q/k/v, 2 of 2 gate/up, 9 of 9 matrices"),
-    # Norms on q and k.
-    "qwen3": ({}, "9 of 9 norms, 1 of 1 rotary tables, 2 of 2 q/k/v, 2 of 2 gate/up, 9 of 9 matrices"),
-    # Weights of 1 + w in its norms.
+    "qwen2": ({}, f"5 of 5 norms, 1 of 1 rotary tables, {MERGED}, {FUSED}, 9 of 9 matrices"),
+    # Norms on q and k, each head by itself.
+    "qwen3": ({}, f"9 of 9 norms, 1 of 1 rotary tables, {MERGED}, {FUSED}, 9 of 9 matrices"),
+    # Weights of 1 + w in its norms, a soft cap and windows.
     "gemma2": (
-        LAYERS | {"query_pre_attn_scalar": 16},
-        "0 of 9 norms, 1 of 1 rotary tables, 2 of 2 q/k/v, 2 of 2 gate/up, 9 of 9 matrices",
+        LAYERS | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 3.0},
+        f"0 of 9 norms, 1 of 1 rotary tables, {MERGED}, {FUSED}, 9 of 9 matrices",
     ),
     # Two kinds of rotary factors.
     "gemma3_text": (
         LAYERS | {"query_pre_attn_scalar": 16},
-        "0 of 13 norms, 1 of 1 rotary tables, 2 of 2 q/k/v, 2 of 2 gate/up, 9 of 9 matrices",
+        f"0 of 13 norms, 1 of 1 rotary tables, {MERGED}, {FUSED}, 9 of 9 matrices",
     ),
     # Merged by its maker.
     "phi3": ({"pad_token_id": 0}, "5 of 5 norms, 1 of 1 rotary tables, 9 of 9 matrices"),
-    # Layer norms, and rotary factors for a quarter of a head.
+    # Layer norms, and rotary factors for a part of a head.
     "gpt_neox": ({"rotary_pct": 0.25}, "1 of 1 rotary tables, 9 of 9 matrices"),
-    "stablelm": (
-        {"partial_rotary_factor": 0.5},
-        "1 of 1 rotary tables, 2 of 2 q/k/v, 2 of 2 gate/up, 9 of 9 matrices",
+    "stablelm": ({"partial_rotary_factor": 0.5}, f"1 of 1 rotary tables, {MERGED}, 2 of 2 MLPs, 9 of 9 matrices"),
+    # Rotates neighbours, not halves.
+    "cohere": ({}, f"0 of 3 norms, 1 of 1 rotary tables, {MERGED}, 0 of 2 attentions, 2 of 2 MLPs, 9 of 9 matrices"),
+    # Norms on q and k, all heads together; weighs before it rounds.
+    "olmo2": (
+        {},
+        f"9 of 9 norms, 1 of 1 rotary tables, {MERGED}, 0 of 2 attentions, 2 of 2 MLPs, 9 of 9 matrices",
     ),
-    # Rounds after the weight, not before.
-    "olmo2": ({}, "9 of 9 norms, 1 of 1 rotary tables, 2 of 2 q/k/v, 2 of 2 gate/up, 9 of 9 matrices"),
-    "starcoder2": ({"use_bias": True}, "1 of 1 rotary tables, 2 of 2 q/k/v, 9 of 9 matrices"),
-    "mixtral": ({"num_local_experts": 4}, "5 of 5 norms, 1 of 1 rotary tables, 2 of 2 q/k/v, 5 of 5 matrices"),
+    "starcoder2": (
+        {"use_bias": True},
+        "1 of 1 rotary tables, 2 of 2 q/k/v, 2 of 2 attentions, 9 of 9 matrices",
+    ),
+    "mixtral": (
+        {"num_local_experts": 4},
+        "5 of 5 norms, 1 of 1 rotary tables, 2 of 2 q/k/v, 2 of 2 attentions, 5 of 5 matrices",
+    ),
     "qwen2_moe": (
         {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
-        "5 of 5 norms, 1 of 1 rotary tables, 2 of 2 q/k/v, 2 of 2 gate/up, 11 of 11 matrices",
+        f"5 of 5 norms, 1 of 1 rotary tables, {MERGED}, {FUSED}, 11 of 11 matrices",
     ),
     "opt": ({"word_embed_proj_dim": 64, "ffn_dim": 96}, "2 of 2 q/k/v, 9 of 9 matrices"),
 }
 
 
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Plain attention that reads nothing of the module, like the store's."""
+    group, tokens = query.shape[1] // key.shape[1], query.shape[2]
+    scores = scaling * query @ key.repeat_interleave(group, 1).transpose(2, 3)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    scores = scores.masked_fill((distance < 0) | (distance >= (sliding_window or tokens)), -torch.inf)
+    return (scores.softmax(-1) @ value.repeat_interleave(group, 1)).transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("plain_for_tests", _attention)
+
+
 def small_model(model_type: str = "llama", dtype: torch.dtype = torch.float32, **config: Any) -> Any:
     """Norms and biases are random, too: where they are 1 and 0, many a mistake changes nothing."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(SIZES | config)), dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **(SIZES | config)), dtype=dtype, attn_implementation="plain_for_tests"
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -196,12 +243,67 @@ def test_a_part_never_answers_for_another_input(
 
 
 def test_a_model_that_looks_into_its_layers_finds_the_weights_there() -> None:
-    before, after = small_model("qwen2"), small_model("qwen2")
+    config = MODELS["olmo2"][0] | {"attention_bias": True}
+    before, after = small_model("olmo2", **config), small_model("olmo2", **config)
     fuse(after, CONTEXT_TOKENS)
-    for name in ("self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj"):
+    for name in ("self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj"):
         theirs, ours = (model.model.layers[1].get_submodule(name) for model in (before, after))
         assert torch.equal(ours.weight, theirs.weight)
         assert (ours.bias is None) if theirs.bias is None else torch.equal(ours.bias, theirs.bias)
+
+
+class Scaled(nn.Module):
+    """Calls an attention module and changes one thing."""
+
+    def __init__(self, attention: Any, what: str) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, getattr(attention, name))
+        self.layer_idx, self.head_dim, self.config = attention.layer_idx, attention.head_dim, attention.config
+        self.what = what
+        self.calls = 0
+        self.inner = [attention]  # a list, so that it is no child
+
+    def forward(self, hidden_states: torch.Tensor, **options: Any) -> Any:
+        self.calls += 1
+        if self.what == "scale of calls":
+            self.inner[0].scaling = 1.0 / self.calls
+        if self.what == "input":
+            hidden_states = 1.001 * hidden_states
+        if self.what == "factors":
+            cosines, sines = options["position_embeddings"]
+            options["position_embeddings"] = cosines, 1.001 * sines
+        out, weights = self.inner[0](hidden_states, **options)
+        return (1.001 * out if self.what == "output" else out), weights
+
+
+@pytest.mark.parametrize("what", ["nothing", "scale of calls", "input", "factors", "output"])
+def test_an_attention_that_does_something_else_stays(what: str) -> None:
+    model = small_model()
+    layer = model.model.layers[1]
+    layer.self_attn = Scaled(layer.self_attn, what)
+    fused = 2 if what == "nothing" else 1
+    assert f"{fused} of 2 attentions" in fuse(model, CONTEXT_TOKENS)
+    assert (type(layer.self_attn) is FusedAttention) == (what == "nothing")
+    assert model.config._attn_implementation == "plain_for_tests"
+
+
+def test_an_mlp_that_does_something_else_stays() -> None:
+    model = small_model()
+    mlp = model.model.layers[1].mlp
+    mlp.register_forward_hook(lambda module, inputs, output: 1.001 * output)
+    assert "1 of 2 MLPs" in fuse(model, CONTEXT_TOKENS)
+    assert model.model.layers[1].mlp is mlp
+
+
+def test_rotary_factors_are_made_once_for_a_step() -> None:
+    factors, step, next_step = RotaryFactors(), torch.randn(2, 1, 5, 8).unbind(), torch.randn(2, 1, 5, 8).unbind()
+    first = factors.of(step)
+    assert factors.of(step) is first
+    cosines, sines = factors.of(next_step)
+    assert torch.equal(cosines[:, :, 0], next_step[0])
+    assert torch.equal(sines[:, :, 0, 4:], next_step[1][..., 4:])
+    assert torch.equal(sines[:, :, 0, :4], -next_step[1][..., :4])
 
 
 def held_bytes(model: nn.Module) -> int:
