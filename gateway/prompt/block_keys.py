@@ -12,7 +12,7 @@ link, so a key that somebody saw cannot be extended. Sources: RFC 2104 (HMAC), R
 from __future__ import annotations
 
 import hashlib
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -70,7 +70,9 @@ class Context:
         )
 
     def digest(self) -> bytes:
-        return hashlib.sha256(encode("saltern/v1/context", *astuple(self))).digest()
+        # Not `astuple`, which copies every value as if it could change: every request asks this.
+        values = (getattr(self, name) for name in self.__slots__)
+        return hashlib.sha256(encode("saltern/v1/context", *values)).digest()
 
 
 class ChainKey(Secret):
