@@ -80,8 +80,8 @@ def _without_secrets(url: str) -> str:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
         return HIDDEN
-    if "@" in (parsed.host or ""):
-        # Of a password that was not escaped.
+    if "@" in (parsed.host or "") or (parsed.host and "@" in (parsed.database or "")):
+        # Of a password or a name before it that was not escaped.
         return HIDDEN
     parsed = parsed.set(query=dict.fromkeys(parsed.query, HIDDEN))
     return parsed.render_as_string(hide_password=True).replace(quote(HIDDEN), HIDDEN)

@@ -318,18 +318,18 @@ class Answer:
             spelt = [*before, Segment("content", last.text + text)]
         else:
             spelt = [*before, last, *([Segment("content", text)] if text else [])]
-        if self._returned.ended_by in tokenizer.stop_token_ids:
-            spelt.append(Segment("control", tokenizer.spelling(tokens[-1])))
-        elif self._returned.ended_by is not None and not self._returned.returns_end:
-            # No template writes a token that this request alone ended with.
-            tokens = tokens[:-1]
-        elif self._returned.stopped:
+        if self._returned.stopped:
             # Tokens whose text was returned whole are kept; what is left of the last one is spelt afresh.
             kept, rest = self._returned.whole()
             try:
                 tokens = tokens[: self._prompt_tokens + kept] + tokenizer.encode_plain(rest)
             except ApiError:
                 return
+        elif self._returned.ended_by in tokenizer.stop_token_ids:
+            spelt.append(Segment("control", tokenizer.spelling(tokens[-1])))
+        elif self._returned.ended_by is not None and not self._returned.returns_end:
+            # No template writes a token that this request alone ended with.
+            tokens = tokens[:-1]
         self._model.memory.remember(self._owner, spelt, tokens)
 
     async def _until_end(self) -> Finished | Rejected:

@@ -76,7 +76,7 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
     stop = asyncio.Event()
     supervisors: list[Supervisor] = []
     _handle_signals(stop, supervisors)
-    telemetry = Telemetry(Exporters.from_environment(os.environ), tenant_labels=settings.tenant_metrics)
+    telemetry = _telemetry(settings)
     try:
         if store_arguments is not None:
             await _until_nobody_serves(settings.socket, stop)
@@ -134,6 +134,17 @@ async def _serve(settings: Settings, store_arguments: Sequence[str] | None) -> i
         tenant_socket.close()
         admin_socket.close()
     return 0
+
+
+def _telemetry(settings: Settings) -> Telemetry:
+    """Raises SettingsError: a variable of OpenTelemetry says what its library can't use."""
+    try:
+        return Telemetry(Exporters.from_environment(os.environ), tenant_labels=settings.tenant_metrics)
+    except ValueError as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise SettingsError(
+            f"OpenTelemetry can't use what one of the OTEL_ variables says ({reason}): correct it, or leave it out"
+        ) from None
 
 
 def _bind(option: str, host: str, port: int) -> socket.socket:

@@ -144,7 +144,7 @@ class ChatTemplate:
         if not after.startswith(_TRIMMED):
             # The template trims, which the end keeps it from.
             opened, found, _ = up_to_end(content.rstrip() + end)
-        if not found:
+        if not found or end in opened:
             message = "The model's chat template does not write the last message as it is, so it can't be continued."
             raise bad_value("continue_final_message", message)
         return opened
@@ -185,16 +185,18 @@ class ChatTemplate:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """Every string of a JSON value, names in objects included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for name, each in value.items():
-            yield name
-            yield from strings_in(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from strings_in(each)
+    """Every string of a JSON value, names in objects included, in no order."""
+    # Generators within generators would hand each string up through every level that it is nested in.
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, dict):
+            waiting += each
+            waiting += each.values()
+        elif isinstance(each, list):
+            waiting += each
 
 
 def _with_strings(value: Any, change: Callable[[str], str]) -> Any:

@@ -9,6 +9,7 @@ Source: OpenTelemetry specification, "Environment Variable Specification" and "O
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -22,6 +23,8 @@ from gateway.settings import SettingsError
 from gateway.telemetry.names import MAX_TENANT_LABELS, SCOPE
 
 PROTOCOL = "http/protobuf"
+# What the library reads as a header. Of all else it logs every letter, and a header is where a backend's key is sent.
+_HEADER = re.compile(r"[!#-'*+\-.0-9A-Z^-z|~]+[ \t]*=[ \t]*[ !#-+\--:<-\[\]-~]*")
 # By tenant there are at most four outcomes; the library's own limit is 2,000 series.
 CARDINALITY_LIMITS: CardinalityLimits = {Counter: 5 * (MAX_TENANT_LABELS + 1)}
 
@@ -37,7 +40,8 @@ class Exporters:
     def from_environment(cls, environment: Mapping[str, str]) -> Exporters:
         """
         Raises:
-            SettingsError: a protocol that is not spoken here.
+            SettingsError: a protocol that is not spoken here, or no headers.
+            ValueError: another value that the library can't use.
         """
         if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
             return cls()
@@ -68,6 +72,11 @@ def _is_sent(signal: str, environment: Mapping[str, str]) -> bool:
         raise SettingsError(
             f"telemetry is sent as {PROTOCOL}, not as {protocol}: set OTEL_EXPORTER_OTLP_PROTOCOL to {PROTOCOL} and "
             "the endpoint to your collector's port for it, 4318 by default"
+        )
+    if not all(_HEADER.fullmatch(part.strip()) for part in (setting("HEADERS") or "").split(",") if part.strip()):
+        raise SettingsError(
+            f"OTEL_EXPORTER_OTLP_HEADERS or that of {signal.lower()} is no list of name=value with commas between: "
+            "write it so, and what is special in a value as %XX"
         )
     return True
 

@@ -227,6 +227,8 @@ URLS = {
     "postgresql+asyncpg://saltern:canary@db/saltern": "postgresql+asyncpg://saltern:***@db/saltern",
     "postgresql+asyncpg://db/saltern?password=canary&user=me": "postgresql+asyncpg://db/saltern?password=***&user=***",
     "postgresql+asyncpg://saltern:can@canary@db/saltern": "***",
+    "postgresql+asyncpg://sal/tern:canary@db/saltern": "***",
+    "sqlite+aiosqlite:////tmp/me@home.db": "sqlite+aiosqlite:////tmp/me%40home.db",
     "postgresql+asyncpg//saltern:canary@db": "***",
     "postgresql+asyncpg://saltern:canary@db:port/saltern": "***",
     "sqlite+aiosqlite:////tmp/x.db": "sqlite+aiosqlite:////tmp/x.db",

@@ -217,6 +217,8 @@ async def test_after_a_stop_string_the_whole_tokens_before_it_are_kept(tmp_path:
             (("he", b"\xe4\xbd", b"\xa0 STOP"), " STOP", "he\u4f60", [*words.ids("he"), *byte_ids("\u4f60")]),
             # A byte that is none of a character is text that was sent: its token is kept.
             (("he", b"\xff", "red"), "red", "he\ufffd", words.ids("he", b"\xff")),
+            # The end of the answer left a character unfinished, and only that was the stop string.
+            (("he", b"\xe4\xbd"), "\ufffd", "he", words.ids("he")),
         ]
         for number, (generated, stop, sent, spelt) in enumerate(cases):
             chat = Chat(inside, customer)

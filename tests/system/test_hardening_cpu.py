@@ -151,6 +151,18 @@ BODIES: dict[str, tuple[bytes, Callable[[], bytes]]] = {
     "all of them beside escaped quotes": (TEXT, lambda: mixed(b'\\\\\\"', b'"]}')),
     "all of them and no end": (TEXT, lambda: mixed(b"a", b'"]')),
     # What is well formed and too long by its bytes.
+    "many variables of a template, nested deep": (
+        CHAT,
+        lambda: (
+            MODEL
+            + b'"messages":[{"role":"user","content":"a"}],"chat_template_kwargs":{"a":'
+            + b"[" * 60
+            + b'"aaaaaaaaaaaaaaaaaaaa",' * (MAX_VALUES - 100)
+            + b"1"
+            + b"]" * 60
+            + b"}}"
+        ),
+    ),
     "a long word": (TEXT, lambda: text(b"a", b'"}')),
     "a long message": (CHAT, lambda: filled(MODEL + b'"messages":[{"role":"user","content":"', b"a", b'"}]}')),
 }

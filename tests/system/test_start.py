@@ -160,6 +160,21 @@ def test_a_misspelt_variable_is_refused_with_the_one_that_was_meant(tmp_path: Pa
     assert "9.00 GiB" in refused("store", "--data-dir", tmp_path, SALTERN_CACHE_MEMORY="900009GiB")
 
 
+@pytest.mark.parametrize(
+    "variable",
+    [
+        {"OTEL_BSP_SCHEDULE_DELAY": "0"},
+        {"OTEL_METRIC_EXPORT_INTERVAL": "-1"},
+        {"OTEL_METRICS_EXEMPLAR_FILTER": "some"},
+    ],
+)
+def test_what_opentelemetry_cannot_use_is_refused(tmp_path: Path, variable: dict[str, str]) -> None:
+    ports = ("--port", "0", "--admin-port", "0")
+    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"} | variable
+    line = refused("gateway", "--data-dir", tmp_path, *ports, **environment)
+    assert "OpenTelemetry can't use what one of the OTEL_ variables says (" in line
+
+
 @pytest.mark.parametrize("command", ["serve", "gateway", "store"])
 def test_a_file_that_is_wrong_is_refused_by_each_command(tmp_path: Path, command: str) -> None:
     (tmp_path / "saltern.toml").write_text("cache_memroy = '1GiB'")

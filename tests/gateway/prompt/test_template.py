@@ -193,6 +193,15 @@ def test_a_message_that_the_template_does_not_write_cannot_be_continued(tmp_path
     assert (caught.value.status, caught.value.param) == (400, "continue_final_message")
 
 
+def test_a_message_that_the_template_writes_twice_cannot_be_continued(tmp_path: Path) -> None:
+    """Else what marks its end would be a part of the prompt."""
+    template = tokenizers.CHATML + "{{ messages[-1].content }}"
+    model = load(tokenizers.write(tmp_path, tokenizers.byte_level(), template=template))
+    with pytest.raises(ApiError) as caught:
+        model.template.prompt(open_chat("x"), rendering=CONTINUED)
+    assert (caught.value.status, caught.value.param) == (400, "continue_final_message")
+
+
 def test_a_template_has_the_variables_of_the_request(tmp_path: Path) -> None:
     template = "{{ style.tone }}{{ numbers | join }}{% if not terse %}{{ messages[0].content }}{% endif %}"
     model = load(tokenizers.write(tmp_path, tokenizers.byte_level(), template=template))

@@ -42,6 +42,27 @@ def test_another_protocol_is_refused_with_the_remedy(protocol: str) -> None:
         Exporters.from_environment(ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": protocol})
 
 
+@pytest.mark.parametrize("headers", ["canary", "a=b,canary", "key: canary=", "a=canary;b=c", "a=cänary", 'a="canary"'])
+@pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"])
+def test_headers_that_the_library_would_log_are_refused_and_not_repeated(
+    name: str, headers: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(SettingsError, match="HEADERS or that of traces is no list of name=value") as refused:
+        Exporters.from_environment(ENDPOINT | {name: headers})
+    assert not any(word in str(refused.value) + caplog.text for word in ("canary", "cänary"))
+
+
+@pytest.mark.parametrize("headers", ["api-key=a%2Cb==, x = y ,", "Authorization=Bearer a.b-c/d=="])
+def test_headers_as_the_library_takes_them_are_taken(
+    headers: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", headers)
+    exporters = Exporters.from_environment(ENDPOINT | {"OTEL_EXPORTER_OTLP_HEADERS": headers})
+    for each in (*exporters.spans, *exporters.metrics):
+        each.shutdown()
+    assert "Header format" not in caplog.text
+
+
 def test_without_an_endpoint_nothing_is_installed() -> None:
     """No global provider, and no exporter is even imported."""
     code = (
