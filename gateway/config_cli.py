@@ -6,17 +6,15 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import quote
 
 import typer
 
 from gateway.config_file import KEYS, config_path
 from gateway.configured import refusals
 from gateway.options import CommonOptions, GatewayOptions, ServeOptions, StoreOptions
+from gateway.settings import HIDDEN
 
 config_app = typer.Typer(no_args_is_help=True, help="Show the settings that are in force.")
-
-HIDDEN = "***"
 
 # How the command line calls where a value comes from, and how we do.
 _SOURCES = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file", "DEFAULT": "default"}
@@ -67,24 +65,11 @@ def show(
 
 def _shown(name: str, value: object) -> object:
     if name == "database_url":
-        return _without_secrets(str(value))
+        # Only here: SQLAlchemy is slow to come.
+        from gateway.tenants.database_url import without_secrets
+
+        return without_secrets(str(value))
     return str(value) if isinstance(value, Path) else value
-
-
-def _without_secrets(url: str) -> str:
-    """The URL of a database as anybody may see it: no password, and no values of its query, where drivers take some."""
-    from sqlalchemy.engine import make_url
-    from sqlalchemy.exc import ArgumentError
-
-    try:
-        parsed = make_url(url)
-    except (ArgumentError, ValueError):
-        return HIDDEN
-    if "@" in (parsed.host or "") or (parsed.host and "@" in (parsed.database or "")):
-        # Of a password or a name before it that was not escaped.
-        return HIDDEN
-    parsed = parsed.set(query=dict.fromkeys(parsed.query, HIDDEN))
-    return parsed.render_as_string(hide_password=True).replace(quote(HIDDEN), HIDDEN)
 
 
 def _toml(value: object) -> str:

@@ -45,6 +45,8 @@ def read_config(config: Path | None, data_dir: Path) -> dict[str, Any]:
         raise SettingsError(f"{path} can't be read ({error.strerror}): {remedy}") from None
     except UnicodeDecodeError as error:
         raise SettingsError(f"{path} is no TOML: byte {error.start} is not UTF-8; save it as UTF-8") from None
+    except RecursionError:
+        raise SettingsError(f"{path} is no TOML for settings: it is nested too deep; write key = value lines") from None
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{path} is no TOML: {error}; write key = value lines, text in quotes") from None
     for key, value in values.items():

@@ -18,6 +18,9 @@ MAX_SOCKET_PATH_BYTES = 100
 # Variables that are read, but are options of no command of their own.
 CLIENT_VARIABLES = ("SALTERN_ADMIN_URL", "SALTERN_ADMIN_KEY")
 
+# What stands where a secret is not shown.
+HIDDEN = "***"
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
 _UNIT_BYTES = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 

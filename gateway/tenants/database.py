@@ -24,6 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
 import migrations
 from gateway.http.errors import Unavailable
+from gateway.tenants.database_url import without_secrets
 
 log = logging.getLogger("saltern.gateway")
 
@@ -69,7 +70,7 @@ class Database:
         try:
             # Statements go into error messages with their values unless this is set.
             engine = create_async_engine(url, hide_parameters=True)
-        except (ArgumentError, ModuleNotFoundError) as error:
+        except (ArgumentError, ModuleNotFoundError, ValueError) as error:
             reason = f"no driver {error.name}" if isinstance(error, ModuleNotFoundError) else "no database URL"
             raise CannotOpen(
                 f"the database does not open: {reason}; give sqlite+aiosqlite:///PATH, or install saltern[postgres] "
@@ -88,8 +89,7 @@ class Database:
             await engine.dispose()
             if isinstance(error, (DBAPIError, OSError)):
                 cause = error.orig if isinstance(error, DBAPIError) else error.strerror
-                name = engine.url.render_as_string(hide_password=True)
-                raise CannotOpen(f"the database {name} does not open: {cause}") from error
+                raise CannotOpen(f"the database {without_secrets(url)} does not open: {cause}") from error
             raise
         return database
 

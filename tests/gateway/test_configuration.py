@@ -189,6 +189,7 @@ def test_a_named_file_may_say_where_the_data_directory_is_and_the_one_in_it_may_
         ("log_level = 'INFO'", "log_level = INFO is not accepted: 'INFO' is not one of 'debug', 'info'"),
         ("cache_memory = '5 cows'", "cache_memory: '5 cows' is no size: write a number with B, KiB"),
         ("port = 1\nport = 2", "is no TOML: Cannot overwrite a value (at "),
+        ("x = " + "[" * 9999, "is no TOML for settings: it is nested too deep"),
         ("host = localhost", "is no TOML: Invalid value (at line 1, column 8); write key = value lines, text"),
     ],
 )

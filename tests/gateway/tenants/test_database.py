@@ -58,7 +58,11 @@ async def test_a_newer_schema_is_refused_naming_both(tmp_path: Path) -> None:
 async def test_what_does_not_open_is_one_line_without_the_password(tmp_path: Path) -> None:
     (tmp_path / "saltern.db").write_bytes(b"not a database, but long enough to be read as the header of one" * 20)
     unused = "postgresql+asyncpg://user:canary-password@127.0.0.1:1/none"
-    for url in (f"sqlite+aiosqlite:///{tmp_path}/no/such/folder/x.db", database_url(tmp_path), "nonsense", unused):
+    missing = f"sqlite+aiosqlite:///{tmp_path}/no/such/folder/x.db"
+    # What is no driver's is warned of, by its name.
+    query = f"{missing}?isolation_level=canary-password"
+    port = "postgresql+asyncpg://user:canary-password@127.0.0.1:canary-password/none"
+    for url in (missing, query, database_url(tmp_path), "nonsense", unused, port):
         with pytest.raises(CannotOpen) as caught:
             await Database.open(url)
         assert len(str(caught.value).splitlines()) == 1
