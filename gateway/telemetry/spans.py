@@ -12,6 +12,7 @@ attached to a context, so nothing has to be detached from one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ from gateway.telemetry.names import Attribute
 from gateway.telemetry.record import RequestRecord, Submission
 
 _propagator = TraceContextTextMapPropagator()
+# It warns of a client's headers, word for word.
+logging.getLogger("opentelemetry.trace").setLevel(logging.CRITICAL)
 
 Attributes = Mapping[Attribute, Any]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 
@@ -76,9 +76,10 @@ class Telemetry:
 
     async def close(self) -> None:
         """Send what is left, within half a second."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FLUSH_SECONDS):
-                await asyncio.to_thread(self._shut_down)
+        # A thread of its own: the event loop would not end before one that it had lent.
+        sending = threading.Thread(target=self._shut_down, daemon=True)
+        sending.start()
+        await asyncio.to_thread(sending.join, FLUSH_SECONDS)
 
     def _shut_down(self) -> None:
         if self._tracers:
