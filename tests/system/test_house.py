@@ -174,7 +174,7 @@ def test_a_start_beside_anothers_kernels_is_refused(tmp_path: Path, monkeypatch:
 
 
 def test_every_log_is_salterns_own() -> None:
-    """So that `--log-level` reaches it, and reaches nothing else."""
+    """So that `--log-level` reaches it, and nothing else; one of a library is silenced, as it quotes clients."""
     names = [
         ast.unparse(node.args[0])
         for package in SHIPPED
@@ -183,7 +183,8 @@ def test_every_log_is_salterns_own() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("getLogger")
     ]
     assert len(names) > 10
-    assert [name for name in names if not name.startswith(("'saltern'", "'saltern."))] == []
+    others = [name for name in names if not name.startswith(("'saltern'", "'saltern."))]
+    assert others == ["'opentelemetry.trace'"]
 
 
 def test_the_gateway_is_imported_without_torch() -> None:
