@@ -37,7 +37,7 @@ def read_config(config: Path | None, data_dir: Path) -> dict[str, Any]:
     """
     path = config_path(config, data_dir)
     try:
-        values = tomllib.loads(path.read_bytes().decode("utf-8"))
+        values = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
         if config is None and isinstance(error, (FileNotFoundError, NotADirectoryError)):
             return {}

@@ -97,7 +97,9 @@ class GatewayOptions(CommonOptions):
     ] = None
     drain_seconds: Annotated[
         float,
-        typer.Option(envvar="SALTERN_DRAIN_SECONDS", min=0, help="How long running answers may take at the end."),
+        typer.Option(
+            envvar="SALTERN_DRAIN_SECONDS", min=0, max=3600, help="How long running answers may take at the end."
+        ),
     ] = 4.0
     tenant_metrics: Annotated[
         int,

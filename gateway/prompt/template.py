@@ -94,6 +94,8 @@ class ChatTemplate:
         strings = [*strings_in(messages), *strings_in(rendering.variables)]
         unused = self._unused_characters(strings)
         spellings = {match[0] for string in strings for match in tokenizer.control.finditer(string)}
+        # Where a template writes two strings side by side, the second may end what the first began.
+        spellings |= {begun for string in strings if (begun := tokenizer.begun_control(string))}
         if not spellings:
             segments = tuple(self._cut(self._render(messages, rendering, unused)))
             remembered, known = recall(segments)
@@ -106,7 +108,9 @@ class ChatTemplate:
         markers = {spelling: _next(unused) for spelling in sorted(spellings)}
 
         def mark(text: str) -> str:
-            return tokenizer.control.sub(lambda match: markers[match[0]], text)
+            marked = tokenizer.control.sub(lambda match: markers[match[0]], text)
+            begun = tokenizer.begun_control(marked)
+            return marked[: len(marked) - len(begun)] + markers[begun] if begun else marked
 
         marked = _with_strings(messages, mark)
         variables = _with_strings(rendering.variables, mark)

@@ -78,6 +78,10 @@ class Tokenizer:
         self.control_ids = frozenset(token["id"] for token in special if token["content"] != unknown)
         self.control = _alternatives([re.escape(token["content"]) for token in _longest_first(special)])
         self.control_in_rendering = _alternatives([_with_white_space(token) for token in _longest_first(special)])
+        self._control_beginnings = frozenset(
+            token["content"][:end] for token in special for end in range(1, len(token["content"]))
+        )
+        self._longest_beginning = max(map(len, self._control_beginnings), default=0)
         self._silent_ids = frozenset(token["id"] for token in special)
 
         vocabulary = self._parsing.get_vocab(with_added_tokens=True)
@@ -133,6 +137,13 @@ class Tokenizer:
             message = "A message spells a control token that this model's vocabulary cannot write as text; reword it."
             raise bad_value("messages", message)
         return array("I", encoding.ids)
+
+    def begun_control(self, text: str) -> str:
+        """The longest beginning of a special token's spelling that `text` ends with; empty where there is none."""
+        for characters in range(min(self._longest_beginning, len(text)), 0, -1):
+            if (end := text[-characters:]) in self._control_beginnings:
+                return end
+        return ""
 
     def spelling(self, token_id: int) -> str:
         """How a token is written; empty for an id that has no token."""

@@ -184,6 +184,7 @@ def test_a_named_file_may_say_where_the_data_directory_is_and_the_one_in_it_may_
         ("port = 65536", "port = 65536 is not accepted: Input should be less than or equal to 65535"),
         ("drain_seconds = -1", "drain_seconds = -1 is not accepted"),
         ("drain_seconds = nan", "drain_seconds = nan is not accepted"),
+        ("drain_seconds = inf", "drain_seconds = inf is not accepted"),
         ("max_running = 0", "max_running = 0 is not accepted: Input should be greater than or equal to 1"),
         ("device = 'gpu'", "device = gpu is not accepted: 'gpu' is not one of 'auto', 'cpu', 'cuda'"),
         ("log_level = 'INFO'", "log_level = INFO is not accepted: 'INFO' is not one of 'debug', 'info'"),
@@ -325,3 +326,9 @@ def test_the_readme_says_of_each_setting_what_is_so() -> None:
         assert key == ("—" if name == "config" else name.replace("-", "_"))
     (example,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert set(tomllib.loads(example)) <= set(KEYS)
+
+
+def test_a_byte_order_mark_of_an_editor_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "some.toml"
+    file.write_bytes(b"\xef\xbb\xbfport = 9\r\n")
+    assert shown("--config", file)["port"] == {"value": 9, "source": "file"}
