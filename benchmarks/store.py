@@ -1,6 +1,6 @@
 """How fast the store computes: its engine and model alone, without sockets, gateway or text.
 
-    OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=1000 python -m benchmarks.store [--dtype bf16] [--rounds 5] [--model DIR]
+    OMP_WAIT_POLICY=PASSIVE python -m benchmarks.store [--dtype bf16] [--rounds 5] [--model DIR]
 
 The environment is what `saltern store` sets for itself.
 

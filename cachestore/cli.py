@@ -192,13 +192,11 @@ def _run(options: StoreOptions, version: str) -> None:
     check_socket(options.socket)
     fingerprint = model_fingerprint(plan.checkpoint)
     tokenizer = model_tokenizer_fingerprint(plan.checkpoint.directory)
-    # Before torch is imported; what the operator has set stays. A decode step waits for its threads a hundred times:
-    # they look for their next piece of work for some ten microseconds, then sleep. The matrix products of a step
-    # (default model, bf16, two cores) take 12 ms so, and 16 if they sleep at once; beside processes that keep both
-    # cores busy 26 so, 20 if they sleep at once, 75 if they look three times as long, 100 if they never sleep.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # Before torch is imported; what the operator has set stays. Threads that wait for their next piece of work by
+    # spinning slow every other process on these cores, and themselves beside one. A decode step of the default model
+    # (bf16, two cores) takes 40 ms like this, 37 with GOMP_SPINCOUNT=1000 and 32 with OMP_WAIT_POLICY=ACTIVE; beside
+    # processes that keep both cores busy, its matrix products alone take 20 ms like this, 26 and 100.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     runner, limits, rope_context_tokens = _load(plan, options)
     layout = plan.layout
     geometry = Geometry(
