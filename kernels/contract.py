@@ -9,16 +9,29 @@ from itertools import pairwise
 
 import torch
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
+# A load of a row takes 16 bytes at a time.
+ROW_ALIGNMENT_BYTES = 16
+LARGEST_DIM = 256
+
 
 def check_write(
-    k: torch.Tensor, v: torch.Tensor, k_blocks: torch.Tensor, v_blocks: torch.Tensor, slots: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
+    slots: torch.Tensor,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
 ) -> None:
     """Raises:
-    ValueError: new keys and values that do not fit the blocks, or slots that do not fit them.
+    ValueError: blocks that no kernel takes, new keys and values that do not fit them, or slots that do not fit those.
     """
-    _check_blocks(k_blocks, v_blocks)
-    _check("k", k, (len(k), *k_blocks.shape[2:]), k_blocks.dtype)
-    _check("v", v, (len(k), *v_blocks.shape[2:]), v_blocks.dtype)
+    _check_blocks(k_blocks, v_blocks, k_scales, v_scales)
+    _check_float("k", k)
+    _check("k", k, (len(k), *k_blocks.shape[2:]), k.dtype)
+    _check("v", v, (len(k), *v_blocks.shape[2:]), k.dtype)
     _check("slots", slots, (len(k),), torch.int64)
 
 
@@ -34,19 +47,22 @@ def check_attention(
     window: int | None,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
     """Raises:
     ValueError: shapes, dtypes or options that do not fit together.
     """
-    _check_blocks(k_blocks, v_blocks)
+    _check_blocks(k_blocks, v_blocks, k_scales, v_scales)
+    _check_float("q", q)
     tokens, query_heads, _ = q.shape
     sequences, entries = block_tables.shape
     kv_heads, key_dim = k_blocks.shape[2:]
     if query_heads % kv_heads:
         raise ValueError(f"{query_heads} query heads are no multiple of {kv_heads} kv heads")
-    _check("q", q, (tokens, query_heads, key_dim), k_blocks.dtype)
+    _check("q", q, (tokens, query_heads, key_dim), q.dtype)
     _check("out", out, (tokens, query_heads, v_blocks.shape[3]), q.dtype)
     _check("block_tables", block_tables, (sequences, entries), torch.int32)
     _check("query_starts", query_starts, (sequences + 1,), torch.int32)
@@ -87,10 +103,49 @@ def check_lengths(
         )
 
 
-def _check_blocks(k_blocks: torch.Tensor, v_blocks: torch.Tensor) -> None:
+def _check_blocks(
+    k_blocks: torch.Tensor, v_blocks: torch.Tensor, k_scales: torch.Tensor | None, v_scales: torch.Tensor | None
+) -> None:
     if k_blocks.ndim != 4:
         raise ValueError(f"blocks must be [blocks, tokens, kv heads, dim], not {list(k_blocks.shape)}")
     _check("v_blocks", v_blocks, (*k_blocks.shape[:3], v_blocks.shape[-1]), k_blocks.dtype)
+    for name, blocks, scales in (("k", k_blocks, k_scales), ("v", v_blocks, v_scales)):
+        _check_rows(f"{name}_blocks", blocks)
+        if blocks.dtype in FLOATS:
+            if scales is not None:
+                raise ValueError(f"{blocks.dtype} blocks have no scales: leave {name}_scales out")
+        elif blocks.dtype in EIGHT_BITS:
+            shape = tuple(blocks.shape[:3])
+            if scales is None:
+                raise ValueError(f"{blocks.dtype} blocks need scales: pass {name}_scales, torch.float32 {list(shape)}")
+            _check(f"{name}_scales", scales, shape, torch.float32)
+        else:
+            raise ValueError(f"blocks must be of one of {_names(FLOATS + EIGHT_BITS)}, not {blocks.dtype}")
+
+
+def _check_rows(name: str, blocks: torch.Tensor) -> None:
+    dim = blocks.shape[3]
+    if dim % 8 or not 8 <= dim <= LARGEST_DIM:
+        raise ValueError(f"{name} has a head dim of {dim}: no multiple of 8 from 8 to {LARGEST_DIM}")
+    if blocks.stride(3) != 1:
+        raise ValueError(f"{name} must be contiguous in its last dim, not have a stride of {blocks.stride(3)} there")
+    size = blocks.element_size()
+    # Where there is one of something, its stride leads nowhere.
+    strides = [stride * size for stride, count in zip(blocks.stride()[:3], blocks.shape, strict=False) if count > 1]
+    if any(offset % ROW_ALIGNMENT_BYTES for offset in (blocks.data_ptr(), *strides)):
+        raise ValueError(
+            f"rows of {name} must begin on {ROW_ALIGNMENT_BYTES} bytes, and it begins at {blocks.data_ptr():#x} "
+            f"with strides of {strides} bytes: pad each row to a multiple of {ROW_ALIGNMENT_BYTES} bytes"
+        )
+
+
+def _check_float(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in FLOATS:
+        raise ValueError(f"{name} must be of one of {_names(FLOATS)}, not {tensor.dtype}")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -27,7 +27,7 @@ def int32(*values: int) -> torch.Tensor:
         ({"out": torch.zeros(4, 9, 64)}, r"out must be torch.float32 \[5, 9, 64\]"),
         ({"q": torch.zeros(5, 8, 64)}, "8 query heads are no multiple of 3"),
         ({"q": torch.zeros(5, 9, 32)}, r"q must be .*\[5, 9, 64\], not .*\[5, 9, 32\]"),
-        ({"q": torch.zeros(5, 9, 64).half()}, "not torch.float16"),
+        ({"q": torch.zeros(5, 9, 64).double()}, "q must be of one of float32, bfloat16, float16, not torch.float64"),
         ({"k_blocks": torch.zeros(7, 16, 64)}, r"\[blocks, tokens, kv heads, dim\]"),
         ({"v_blocks": torch.zeros(7, 16, 2, 64)}, "v_blocks must be"),
         ({"block_tables": torch.zeros(2, 2, dtype=torch.int64)}, "block_tables must be torch.int32"),
@@ -57,18 +57,52 @@ def test_a_table_entry_inside_the_context_must_name_a_block() -> None:
             paged_attention(**scene.arguments())
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_8bit_blocks_are_refused_by_name(dtype: torch.dtype) -> None:
-    scene = Scene([(1, 3)])
-    narrow = torch.zeros(4, 16, 3, 64).to(dtype)
-    scales = torch.ones(4, 16, 3)
-    new, slots = torch.zeros(1, 3, 64), torch.tensor([0])
-    for blocks, given in ((narrow, None), (narrow, scales), (scene.k_blocks, scales)):
-        change = {"k_blocks": blocks, "v_blocks": blocks, "k_scales": given, "v_scales": given}
-        with pytest.raises(Unsupported, match=r"8-bit blocks.*keep the cache in bfloat16"):
-            paged_attention(**{**scene.arguments(), **change})
-        with pytest.raises(Unsupported, match=r"8-bit blocks.*keep the cache in bfloat16"):
-            write_kv(new, new, blocks, blocks, slots, given, given)
+FITTING = torch.zeros(4, 16, 3, 64)
+SCALES = torch.ones(4, 16, 3)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "scales", "message"),
+    [
+        (FITTING.double(), None, "float32, bfloat16, float16, int8, float8_e4m3fn, not torch.float64"),
+        (FITTING, SCALES, "torch.float32 blocks have no scales: leave k_scales out"),
+        (FITTING.to(torch.int8), None, r"int8 blocks need scales: pass k_scales, torch.float32 \[4, 16, 3\]"),
+        (FITTING.to(torch.float8_e4m3fn), None, "float8_e4m3fn blocks need scales"),
+        (FITTING.to(torch.int8), SCALES.half(), r"k_scales must be torch.float32 \[4, 16, 3\], not torch.float16"),
+        (FITTING.to(torch.int8), SCALES[:3], r"k_scales must be .* not torch.float32 \[3, 16, 3\]"),
+        (torch.zeros(4, 16, 3, 60), None, "k_blocks has a head dim of 60: no multiple of 8 from 8 to 256"),
+        (torch.zeros(4, 16, 3, 264), None, "head dim of 264"),
+        (torch.zeros(4, 16, 3, 0), None, "head dim of 0"),
+        (torch.zeros(4, 16, 3, 128)[..., ::2], None, "contiguous in its last dim, not have a stride of 2"),
+        (torch.zeros(4, 16, 3, 65)[..., :64], None, "rows of k_blocks must begin on 16 bytes"),
+        (torch.zeros(4, 16, 3, 68)[..., 1:65], None, "rows of k_blocks must begin on 16 bytes"),
+        (torch.zeros(4, 16, 3, 24).to(torch.int8), SCALES, r"strides of \[1152, 72, 24\] bytes: pad each row"),
+    ],
+)
+def test_blocks_that_no_kernel_takes_are_refused(
+    blocks: torch.Tensor, scales: torch.Tensor | None, message: str
+) -> None:
+    arguments = Scene([(1, 3)]).arguments()
+    new, slots = torch.zeros(1, 3, blocks.shape[3]), torch.tensor([0])
+    change = {"k_blocks": blocks, "v_blocks": blocks, "k_scales": scales, "v_scales": scales}
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**{**arguments, **change})
+    with pytest.raises(ValueError, match=message):
+        write_kv(new, new, blocks, blocks, slots, scales, scales)
+
+
+def test_scales_of_values_are_asked_for_too() -> None:
+    blocks = FITTING.to(torch.int8)
+    with pytest.raises(ValueError, match="pass v_scales"):
+        write_kv(torch.zeros(1, 3, 64), torch.zeros(1, 3, 64), blocks, blocks, torch.tensor([0]), SCALES, None)
+
+
+def test_where_there_is_one_of_something_its_stride_does_not_matter() -> None:
+    blocks = torch.zeros(1, 1, 1, 64)
+    for stride in (1, 3, 64):
+        one = blocks.as_strided((1, 1, 1, 64), (stride, stride, stride, 1))
+        write_kv(torch.ones(1, 1, 64), torch.ones(1, 1, 64), one, one, torch.tensor([0]))
+    assert (blocks == 1).all()
 
 
 def test_latent_attention_is_refused_by_name() -> None:

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.torch_backend import TILE_ROWS, attention_workspace, merge_partials, paged_attention
+from kernels.torch_backend import attention_workspace, merge_partials, paged_attention
+from kernels.torch_backend.attention import TILE_ROWS
 from tests.kernels.scene import TOLERANCE, Scene, assert_close
 
 

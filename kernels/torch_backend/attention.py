@@ -1,13 +1,4 @@
-"""The kernels in plain PyTorch: correct on any device, and what serves on CPU.
-
-Shapes: T new tokens packed over S sequences; H query heads, G kv heads (H a multiple of G); D key dim, Dv
-value dim; N blocks of B tokens; M entries of a block table.
-
-Attention works on copies that lie in memory the same way in any batch: a row never depends on its company,
-bit for bit. Sequences with one query token are taken together where their keys are padded to the same
-length, all others one by one, query tile by query tile (Rabe and Staats, arXiv:2112.05682), so that scores
-stay small and keys that no query of a tile sees are not visited.
-"""
+"""Attention of new tokens over block tables."""
 
 from __future__ import annotations
 
@@ -18,57 +9,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kernels.contract import check_attention, check_lengths, check_write
-from kernels.copy import copy_blocks
-from kernels.errors import Unsupported
-
-__all__ = [
-    "attention_workspace",
-    "copy_blocks",
-    "latent_attention",
-    "merge_partials",
-    "paged_attention",
-    "write_kv",
-    "write_latent",
-]
+from kernels.contract import check_attention, check_lengths
+from kernels.torch_backend.gather import gather, gather_context
 
 # Rows of a query tile: its tokens times the query heads that share a kv head. Of 128 .. 768, what is fastest
 # or within 3 % of it at 9 query heads on 3, chunks of 256 tokens and contexts of 256 .. 8,192 on CPU.
 TILE_ROWS = 192
 # Masks for more keys are not kept: at this many one is 3 MB in fp32.
 LONG_MASK_TOKENS = 4096
-
-
-def write_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_blocks: torch.Tensor,
-    v_blocks: torch.Tensor,
-    slots: torch.Tensor,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-) -> None:
-    """Write the keys and values of new tokens into their slots.
-
-    Args:
-        k, v: [T, G, D] and [T, G, Dv], in the dtype of the blocks.
-        k_blocks, v_blocks: [N, B, G, D] and [N, B, G, Dv], any strides.
-        slots: int64 [T], block * B + offset; -1 skips the token.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit together.
-        IndexError: a slot past the last block.
-        Unsupported: 8-bit blocks.
-    """
-    _refuse_8bit(k_blocks, v_blocks, k_scales, v_scales)
-    check_write(k, v, k_blocks, v_blocks, slots)
-    written = slots >= 0
-    if not written.all():
-        k, v, slots = k[written], v[written], slots[written]
-    block_tokens = k_blocks.shape[1]
-    index = (slots // block_tokens, slots % block_tokens)
-    k_blocks.index_put_(index, k)
-    v_blocks.index_put_(index, v)
 
 
 def paged_attention(
@@ -100,14 +48,15 @@ def paged_attention(
     neither table entries nor slots. Rows past `query_starts[S]` are padding and written as zeros.
 
     Args:
-        q: [T, H, D], in the dtype of the blocks.
-        k_blocks, v_blocks: [N, B, G, D] and [N, B, G, Dv], any strides.
+        q: [T, H, D], float32, bfloat16 or float16.
+        k_blocks, v_blocks: [N, B, G, D] and [N, B, G, Dv], rows on 16 bytes: one of q's dtypes, int8 or float8_e4m3fn.
         block_tables: int32 [S, M], the blocks of each context in order.
         query_starts: int32 [S + 1], from 0, where each sequence's rows begin.
         context_lengths: int32 [S], tokens in cache, the new ones included.
         scale: factor of q·k.
         soft_cap: a score s becomes `soft_cap * tanh(s / soft_cap)`, before the mask.
         sinks: float32 [H], per head one more logit without a value, neither scaled nor capped; part of lse.
+        k_scales, v_scales: float32 [N, B, G], any strides, with 8-bit blocks and only with them.
         max_query_tokens, max_context_tokens: bounds on what the sequences hold.
         out: [T, H, Dv] in q's dtype, written and returned when given.
         lse: float32 [T, H], written when given: natural logarithm of the sum of exponentials. A row that
@@ -120,16 +69,15 @@ def paged_attention(
     Raises:
         ValueError: shapes, dtypes, lengths or options that do not fit together.
         IndexError: a table entry inside a context that names no block.
-        Unsupported: 8-bit blocks.
     """
-    _refuse_8bit(k_blocks, v_blocks, k_scales, v_scales)
     tokens, query_heads, key_dim = q.shape
     kv_heads, value_dim = v_blocks.shape[2:]
     if out is None:
         out = q.new_empty(tokens, query_heads, value_dim)
     check_attention(
         q, k_blocks, v_blocks, block_tables, query_starts, context_lengths,
-        causal=causal, window=window, soft_cap=soft_cap, sinks=sinks, out=out, lse=lse,
+        causal=causal, window=window, soft_cap=soft_cap, sinks=sinks, k_scales=k_scales, v_scales=v_scales,
+        out=out, lse=lse,
     )  # fmt: skip
     starts, contexts = query_starts.tolist(), context_lengths.tolist()
     check_lengths(
@@ -143,7 +91,7 @@ def paged_attention(
     fused = soft_cap is None and sinks is None and lse is None and key_dim == value_dim
     if fused:
         for decodes in _decodes(tuple(starts), tuple(contexts), window, k_blocks.shape[1], q.dtype, q.device):
-            _decode(out, q, k_blocks, v_blocks, block_tables, decodes, scale)
+            _decode(out, q, k_blocks, v_blocks, k_scales, v_scales, block_tables, decodes, scale)
     for sequence, context in enumerate(contexts):
         first, stop = starts[sequence], starts[sequence + 1]
         if fused and stop - first == 1 and context:
@@ -155,8 +103,8 @@ def paged_attention(
         if seeing == stop:
             continue
         oldest = 0 if window is None else max(0, seeing - shift - window + 1)
-        keys = _gather_context(k_blocks, block_tables[sequence], oldest, context)
-        values = _gather_context(v_blocks, block_tables[sequence], oldest, context)
+        keys = gather_context(k_blocks, k_scales, block_tables[sequence], oldest, context, q.dtype)
+        values = gather_context(v_blocks, v_scales, block_tables[sequence], oldest, context, q.dtype)
         for row in range(seeing, stop, tile_tokens):
             end = min(row + tile_tokens, stop)
             begin = 0 if window is None else max(oldest, row - shift - window + 1)
@@ -192,65 +140,6 @@ def attention_workspace(
 ) -> int:
     """Bytes of workspace that `paged_attention` wants for such a step: none, PyTorch allocates as it goes."""
     return 0
-
-
-def merge_partials(
-    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint sets of keys, from the attention over each.
-
-    Args:
-        out, other_out: [T, H, Dv].
-        lse, other_lse: float32 [T, H], natural logarithm; -inf where a part saw no key.
-
-    Returns:
-        [T, H, Dv] in the dtype of `out` and float32 [T, H]; zeros and -inf where both parts are empty.
-    """
-    peak = torch.maximum(lse, other_lse)
-    peak = peak.masked_fill(peak == -torch.inf, 0)
-    weight, other_weight = (lse - peak).exp(), (other_lse - peak).exp()
-    total = weight + other_weight
-    share = total.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
-    merged = (out * weight[..., None] + other_out * other_weight[..., None]) / share
-    return merged.to(out.dtype), peak + total.log()
-
-
-def write_latent(
-    latent: torch.Tensor, rope: torch.Tensor, latent_blocks: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """Write [T, R] latents and [T, P] rotary keys into blocks [N, B, R + P].
-
-    Raises:
-        Unsupported: always.
-    """
-    raise Unsupported(_NO_LATENT)
-
-
-def latent_attention(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent_blocks: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_starts: torch.Tensor,
-    context_lengths: torch.Tensor,
-    *,
-    scale: float,
-    causal: bool = True,
-    max_query_tokens: int,
-    max_context_tokens: int,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention with keys R + P wide whose first R are the values (DeepSeek-V2, arXiv:2405.04434).
-
-    Raises:
-        Unsupported: always.
-    """
-    raise Unsupported(_NO_LATENT)
-
-
-_NO_LATENT = "latent attention is not supported yet; serve a model with plain or grouped-query attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +200,8 @@ def _decode(
     q: torch.Tensor,
     k_blocks: torch.Tensor,
     v_blocks: torch.Tensor,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
     block_tables: torch.Tensor,
     decodes: _Decodes,
     scale: float,
@@ -319,8 +210,8 @@ def _decode(
     kv_heads, dim = k_blocks.shape[2:]
     count = len(decodes.ends)
     table = block_tables.index_select(0, decodes.sequences).gather(1, decodes.entries).flatten()
-    keys = _gather(k_blocks, table).view(kv_heads, count, -1, dim)
-    values = _gather(v_blocks, table).view(kv_heads, count, -1, dim)
+    keys = gather(k_blocks, k_scales, table, q.dtype).view(kv_heads, count, -1, dim)
+    values = gather(v_blocks, v_scales, table, q.dtype).view(kv_heads, count, -1, dim)
     for sequence, end in enumerate(decodes.ends):
         # A free slot may hold NaN, and 0 · NaN is NaN.
         keys[:, sequence, end:].zero_()
@@ -377,41 +268,8 @@ def _attend(
     return weights @ values.float() / total[..., None], peak + total.log()
 
 
-def _gather_context(blocks: torch.Tensor, table: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """[G, end - begin, D]: the tokens `begin .. end - 1` of one sequence.
-
-    Cut to the context rather than masked: a free slot may hold NaN, and 0 · NaN is NaN.
-    """
-    block_tokens = blocks.shape[1]
-    skipped = begin // block_tokens
-    held = _gather(blocks, table[skipped : -(-end // block_tokens)])
-    return held[:, begin - skipped * block_tokens : end - skipped * block_tokens]
-
-
-def _gather(blocks: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-    """[G, entries * B, D]: all tokens of the given blocks. Head by head, since a block holds its heads one by one."""
-    _, block_tokens, kv_heads, dim = blocks.shape
-    gathered = blocks.new_empty(kv_heads, len(entries), block_tokens, dim)
-    for head, tokens in zip(blocks.unbind(2), gathered.unbind(), strict=True):
-        torch.index_select(head, 0, entries, out=tokens)
-    return gathered.flatten(1, 2)
-
-
 def _blank(out: torch.Tensor, lse: torch.Tensor | None, row: int, end: int) -> None:
     if row < end:
         out[row:end] = 0
         if lse is not None:
             lse[row:end] = -torch.inf
-
-
-def _refuse_8bit(
-    k_blocks: torch.Tensor,
-    v_blocks: torch.Tensor,
-    k_scales: torch.Tensor | None,
-    v_scales: torch.Tensor | None,
-) -> None:
-    if k_scales is not None or v_scales is not None or 1 in (k_blocks.element_size(), v_blocks.element_size()):
-        raise Unsupported(
-            "8-bit blocks (int8, float8) with scales are not supported yet; "
-            "keep the cache in bfloat16, float16 or float32"
-        )
