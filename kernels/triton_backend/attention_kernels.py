@@ -59,6 +59,7 @@ def _initial(sinks, head, valid, S: tl.constexpr):
 @triton.jit
 def _finish(out, out_offsets, lse, lse_offsets, valid, sees, peak, total, acc, acc_rest, S: tl.constexpr):
     """Write out and lse of rows; one that sees no key gives 0 and -inf."""
+    sees = sees & valid
     divisor = tl.where(sees, total, 1.0)
     rest = acc_rest
     if S.value_rest > 0:
