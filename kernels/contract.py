@@ -33,6 +33,8 @@ def check_write(
     _check("k", k, (len(k), *k_blocks.shape[2:]), k.dtype)
     _check("v", v, (len(k), *v_blocks.shape[2:]), k.dtype)
     _check("slots", slots, (len(k),), torch.int64)
+    for name, tensor in (("k", k), ("v", v), ("slots", slots)):
+        _check_dense(name, tensor)
 
 
 def check_attention(
@@ -67,10 +69,16 @@ def check_attention(
     _check("block_tables", block_tables, (sequences, entries), torch.int32)
     _check("query_starts", query_starts, (sequences + 1,), torch.int32)
     _check("context_lengths", context_lengths, (sequences,), torch.int32)
+    for name, tensor in (
+        ("q", q), ("out", out), ("block_tables", block_tables), ("query_starts", query_starts),
+        ("context_lengths", context_lengths),
+    ):  # fmt: skip
+        _check_dense(name, tensor)
     if lse is not None:
         _check("lse", lse, (tokens, query_heads), torch.float32)
     if sinks is not None:
         _check("sinks", sinks, (query_heads,), torch.float32)
+        _check_dense("sinks", sinks)
     if window is not None and not causal:
         raise ValueError(f"a window ({window} tokens) needs causal attention; pass window=None")
     if window is not None and window < 1:
@@ -127,8 +135,7 @@ def _check_rows(name: str, blocks: torch.Tensor) -> None:
     dim = blocks.shape[3]
     if dim % 8 or not 8 <= dim <= LARGEST_DIM:
         raise ValueError(f"{name} has a head dim of {dim}: no multiple of 8 from 8 to {LARGEST_DIM}")
-    if blocks.stride(3) != 1:
-        raise ValueError(f"{name} must be contiguous in its last dim, not have a stride of {blocks.stride(3)} there")
+    _check_dense(name, blocks)
     size = blocks.element_size()
     # Where there is one of something, its stride leads nowhere.
     strides = [stride * size for stride, count in zip(blocks.stride()[:3], blocks.shape, strict=False) if count > 1]
@@ -146,6 +153,11 @@ def _check_float(name: str, tensor: torch.Tensor) -> None:
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name} must be contiguous in its last dim, not have a stride of {tensor.stride(-1)} there")
 
 
 def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -6,7 +6,6 @@ the batch, its lengths or the load.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 

@@ -10,9 +10,9 @@ stay small and keys that no query of a tile sees are not visited.
 """
 
 from kernels.copy import copy_blocks
+from kernels.latent import latent_attention, write_latent
 from kernels.merge import merge_partials
 from kernels.torch_backend.attention import attention_workspace, paged_attention
-from kernels.torch_backend.latent import latent_attention, write_latent
 from kernels.torch_backend.write import write_kv
 
 __all__ = [

@@ -11,8 +11,17 @@ tables that are wrong are not found out. The first call with a new shape compile
 """
 
 from kernels.copy import copy_blocks
+from kernels.latent import latent_attention, write_latent
 from kernels.merge import merge_partials
 from kernels.triton_backend.attention import attention_workspace, paged_attention
 from kernels.triton_backend.write import write_kv
 
-__all__ = ["attention_workspace", "copy_blocks", "merge_partials", "paged_attention", "write_kv"]
+__all__ = [
+    "attention_workspace",
+    "copy_blocks",
+    "latent_attention",
+    "merge_partials",
+    "paged_attention",
+    "write_kv",
+    "write_latent",
+]

@@ -56,7 +56,8 @@ def paged_attention(
         out = q.new_empty(tokens, query_heads, value_dim)
     check_attention(
         q, k_blocks, v_blocks, block_tables, query_starts, context_lengths,
-        causal=causal, window=window, soft_cap=soft_cap, sinks=sinks, out=out, lse=lse,
+        causal=causal, window=window, soft_cap=soft_cap, sinks=sinks, k_scales=k_scales, v_scales=v_scales,
+        out=out, lse=lse,
     )  # fmt: skip
     workspace_bytes = attention_workspace(
         tokens=tokens, sequences=len(context_lengths), query_heads=query_heads, value_dim=value_dim,
@@ -144,13 +145,12 @@ def plan_attention(
     launches = []
     decode = shape(choice.decode)
     rows = sequences
-    if max_query_tokens > 1 :
+    if max_query_tokens > 1:
         prefill = shape(choice.prefill)
         tiles = tokens // (prefill.row_tile // prefill.head_tile) + sequences + 1
         grid = (tiles, kv_heads * prefill.head_tiles)
-        launches.append(
-            Launch(prefill_kernel, grid, {**arguments, "S": prefill}, choice.prefill.num_warps, choice.prefill.num_stages)
-        )
+        named = {**arguments, "S": prefill}
+        launches.append(Launch(prefill_kernel, grid, named, choice.prefill.num_warps, choice.prefill.num_stages))
         arguments["tokens"] = 0
     else:
         rows = max(sequences, tokens)

@@ -37,13 +37,13 @@ def load_tile(pointers, rows, columns, MASK_ROWS: tl.constexpr, MASK_COLUMNS: tl
 def load_queries(q, offsets, valid, S: tl.constexpr):
     """Query rows at `offsets` [row_tile] in two parts; the first one twice where there is no rest."""
     column = tl.arange(0, S.key_main)
-    main = tl.load(q + offsets[:, None] + column[None, :], valid[:, None] & (column < S.key_dim)[None, :], other=0.0)
-    main = main.to(S.score_dot)
+    mask = valid[:, None] & (column < S.key_dim)[None, :]
+    main = tl.load(q + offsets[:, None] + column[None, :], mask=mask, other=0.0).to(S.score_dot)
     rest = main
     if S.key_rest > 0:
         column = S.key_main + tl.arange(0, S.key_rest)
-        rest = tl.load(q + offsets[:, None] + column[None, :], valid[:, None] & (column < S.key_dim)[None, :], other=0.0)
-        rest = rest.to(S.score_dot)
+        mask = valid[:, None] & (column < S.key_dim)[None, :]
+        rest = tl.load(q + offsets[:, None] + column[None, :], mask=mask, other=0.0).to(S.score_dot)
     return main, rest
 
 
