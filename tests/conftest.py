@@ -16,6 +16,13 @@ settings.load_profile("untimed")
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, here or in a child
 
+# Triton decides when its functions are made whether they run in its interpreter; after that the variable means that
+# `kernels.select` is to choose Triton, which only tests that say so want.
+os.environ["TRITON_INTERPRET"] = "1"
+import kernels.triton_backend  # noqa: E402, F401
+
+del os.environ["TRITON_INTERPRET"]
+
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import torch_backend
+from kernels import torch_backend, triton_backend
 from kernels.errors import Unsupported
 from kernels.select import backend
 from kernels.torch_backend import latent_attention, paged_attention, write_kv, write_latent
@@ -115,8 +115,10 @@ def test_latent_attention_is_refused_by_name() -> None:
         )
 
 
-def test_every_device_gets_the_pytorch_kernels() -> None:
-    for device in ("cpu", "cuda:0", torch.device("cpu")):
-        assert backend(device) is torch_backend
+def test_a_device_gets_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backend("cpu") is backend(torch.device("cpu")) is torch_backend
+    assert backend("cuda:0") is triton_backend
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backend("cpu") is triton_backend
     with pytest.raises(RuntimeError):
         backend("abacus")
