@@ -23,7 +23,7 @@ TOKENIZER_FILE = "tokenizer.json"
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}
 
 # Types of rotary embedding whose factors transformers recomputes from the length of what it is given.
 _ROPE_BY_LENGTH = ("dynamic", "longrope", "su")

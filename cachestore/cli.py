@@ -24,7 +24,7 @@ from cachestore.geometry import BLOCK_TOKENS, BlockLayout
 from cachestore.memory import available_memory_bytes
 from cachestore.model_source import resolve
 from cachestore.own_kernels import require_own_kernels
-from cachestore.protocol import LAYOUT_VERSION, DType, Geometry, Limits, Welcome
+from cachestore.protocol import LAYOUT_VERSION, DType, Geometry, KVDType, Limits, Welcome
 from cachestore.server import StoreServer, check_socket
 from cachestore.start_error import StartError
 
@@ -54,6 +54,7 @@ class StoreOptions:
     socket: Path
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    kv_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8"] = "auto"
     block_tokens: int = 16
     cache_memory_bytes: int | None = None
     max_context_tokens: int | None = None
@@ -71,6 +72,7 @@ class StorePlan:
     checkpoint: Checkpoint
     device: Device
     dtype: DType
+    kv_dtype: KVDType
     layout: BlockLayout
     cache_bytes: int | None
     max_running: int
@@ -90,6 +92,7 @@ def plan_store(options: StoreOptions) -> StorePlan:
         raise StartError(f"--block-tokens {options.block_tokens} is not offered: choose from {offered}")
     device = _device(options.device)
     dtype: DType = ("fp32" if device == "cpu" else "bf16") if options.dtype == "auto" else options.dtype
+    kv_dtype: KVDType = dtype if options.kv_dtype == "auto" else options.kv_dtype
     max_running = options.max_running or (32 if device == "cpu" else 256)
     step_tokens = options.step_tokens or (256 if device == "cpu" else 2048)
     if max_running > step_tokens:
@@ -104,7 +107,7 @@ def plan_store(options: StoreOptions) -> StorePlan:
         key_dim=checkpoint.head_dim,
         value_dim=checkpoint.value_dim,
         block_tokens=options.block_tokens,
-        element_bytes=ELEMENT_BYTES[dtype],
+        element_bytes=ELEMENT_BYTES[kv_dtype],
     )
     cache_bytes = options.cache_memory_bytes
     if device == "cpu":
@@ -113,7 +116,7 @@ def plan_store(options: StoreOptions) -> StorePlan:
     if cache_bytes is not None:
         _max_context_tokens(options, checkpoint, _blocks(layout, cache_bytes), options.block_tokens)
     threads = options.threads or physical_cores()
-    return StorePlan(checkpoint, device, dtype, layout, cache_bytes, max_running, step_tokens, threads)
+    return StorePlan(checkpoint, device, dtype, kv_dtype, layout, cache_bytes, max_running, step_tokens, threads)
 
 
 def _device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
@@ -172,6 +175,16 @@ def physical_cores() -> int:
     return max(1, len(cores))
 
 
+def require_float8(kv_dtype: KVDType, capability: tuple[int, int]) -> None:
+    """Raises StartError: an fp8 cache on a CUDA device whose compute capability has no such numbers."""
+    if kv_dtype == "fp8" and capability < (8, 9):
+        major, minor = capability
+        raise StartError(
+            f"--kv-dtype fp8 needs a device of compute capability 8.9 or above, and this one has {major}.{minor}: "
+            "use --kv-dtype int8, which takes as little"
+        )
+
+
 def run_store(options: StoreOptions, version: str) -> int:
     """Serve until SIGTERM, SIGINT or the end of the parent's pipe; answers the exit status.
 
@@ -205,7 +218,7 @@ def _run(options: StoreOptions, version: str) -> None:
         key_dim=layout.key_dim,
         value_dim=layout.value_dim,
         block_tokens=layout.block_tokens,
-        kv_dtype=plan.dtype,
+        kv_dtype=plan.kv_dtype,
         layout_version=LAYOUT_VERSION,
         rope_context_tokens=rope_context_tokens,
         bytes_per_token=layout.bytes_per_token,
@@ -227,10 +240,11 @@ def _run(options: StoreOptions, version: str) -> None:
             plan.checkpoint.max_position_tokens,
         )
     log.info(
-        "saltern store %s: %s in %s on %s, cache of %d tokens (%d blocks of %d, the smallest prefix that is reused), "
+        "saltern store %s: %s in %s on %s, cache of %d tokens in %s (%d blocks of %d, the smallest prefix that is "
+        "reused), "
         "context %d, %s",
-        version, plan.checkpoint.directory.name, plan.dtype, plan.device, tokens, limits.blocks, layout.block_tokens,
-        limits.max_context_tokens, options.socket,
+        version, plan.checkpoint.directory.name, plan.dtype, plan.device, tokens, plan.kv_dtype, limits.blocks,
+        layout.block_tokens, limits.max_context_tokens, options.socket,
     )  # fmt: skip
     asyncio.run(_serve(options.socket, welcome, runner, layout))
 
@@ -240,12 +254,14 @@ def _load(plan: StorePlan, options: StoreOptions) -> tuple[ModelRunner, Limits, 
     import torch
 
     from cachestore.binding import prove_binding
-    from cachestore.model import KVCache, Model, ModelRunner
+    from cachestore.model import TORCH_DTYPES, KVCache, Model, ModelRunner
 
     torch.set_num_threads(plan.threads)
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise StartError("an NVIDIA driver is loaded, but this build of torch finds no CUDA device: use --device cpu")
     device = torch.device(plan.device)
+    if plan.device == "cuda":
+        require_float8(plan.kv_dtype, torch.cuda.get_device_capability(device))
     checkpoint, layout = plan.checkpoint, plan.layout
     cache_bytes = plan.cache_bytes
     frozen_for = options.max_context_tokens or checkpoint.max_position_tokens
@@ -254,7 +270,7 @@ def _load(plan: StorePlan, options: StoreOptions) -> tuple[ModelRunner, Limits, 
     started = time.monotonic()
     model = Model(checkpoint.directory, dtype=plan.dtype, device=device, max_context_tokens=frozen_for)
     difference = prove_binding(
-        model, layout, plan.dtype, checkpoint.vocabulary_tokens, checkpoint.directory.name
+        model, layout, plan.dtype, plan.kv_dtype, checkpoint.vocabulary_tokens, checkpoint.directory.name
     )
     log.info("model loaded and bound in %.1f s; over the paged cache %s", time.monotonic() - started, difference)
     if cache_bytes is None:
@@ -269,7 +285,7 @@ def _load(plan: StorePlan, options: StoreOptions) -> tuple[ModelRunner, Limits, 
         step_tokens=plan.step_tokens,
         vocabulary_tokens=checkpoint.vocabulary_tokens,
     )
-    cache = KVCache(layout, blocks, model.dtype, device)
+    cache = KVCache(layout, blocks, TORCH_DTYPES[plan.kv_dtype], device)
     return ModelRunner(model, cache, layout.block_tokens), limits, frozen_for if checkpoint.needs_rope_context else 0
 
 

@@ -23,7 +23,7 @@ from cachestore.batch import Batch
 from cachestore.engine import Sampled
 from cachestore.fuse import fuse
 from cachestore.geometry import BlockLayout
-from cachestore.protocol import DType
+from cachestore.protocol import DType, KVDType
 from cachestore.sampling import Samples, sample
 from cachestore.scheduler import Row
 from cachestore.start_error import StartError
@@ -31,7 +31,13 @@ from kernels import select
 
 log = logging.getLogger("saltern.store")
 
-TORCH_DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TORCH_DTYPES: dict[KVDType, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
 
 ATTENTION = "saltern_paged"
 
@@ -41,7 +47,7 @@ class KVCache:
 
     Attributes:
         storage: uint8 [blocks, block_bytes].
-        layers: per layer K [blocks, block_tokens, kv_heads, key_dim] and V [blocks, block_tokens, kv_heads, value_dim].
+        layers: keys, values and, in 8 bits, scales of each layer.
     """
 
     def __init__(self, layout: BlockLayout, blocks: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -75,13 +81,21 @@ def _paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls: query [1, H, T, D], key and value [1, G, T, D]."""
     batch, kernels = saltern_step.batch, saltern_step.kernels
-    k_blocks, v_blocks = saltern_step.cache.layers[module.layer_idx]
+    blocks = saltern_step.cache.layers[module.layer_idx]
     saltern_step.called.add(module.layer_idx)
-    kernels.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), k_blocks, v_blocks, batch.slots)
+    kernels.write_kv(
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        blocks.k,
+        blocks.v,
+        batch.slots,
+        blocks.k_scales,
+        blocks.v_scales,
+    )
     out = kernels.paged_attention(
         query[0].transpose(0, 1),
-        k_blocks,
-        v_blocks,
+        blocks.k,
+        blocks.v,
         batch.block_tables,
         batch.query_starts,
         batch.context_lengths,
@@ -89,6 +103,8 @@ def _paged_attention(
         window=sliding_window,
         soft_cap=softcap,
         sinks=None if s_aux is None else s_aux.float(),
+        k_scales=blocks.k_scales,
+        v_scales=blocks.v_scales,
         max_query_tokens=batch.max_query_tokens,
         max_context_tokens=batch.max_context_tokens,
     )

@@ -40,6 +40,7 @@ RequestId = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Epoch = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 DType = Literal["fp32", "bf16", "fp16"]
+KVDType = Literal[DType, "int8", "fp8"]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -61,7 +62,7 @@ class Geometry(Part, frozen=True, kw_only=True):
     key_dim: Count
     value_dim: Count
     block_tokens: Count
-    kv_dtype: str
+    kv_dtype: KVDType
     layout_version: Count
     rope_context_tokens: Count
     bytes_per_token: Count

@@ -88,6 +88,7 @@ def store(options: StoreProcessOptions) -> None:
             socket=options.socket_path,
             device=options.device,
             dtype=options.dtype,
+            kv_dtype=options.kv_dtype,
             block_tokens=options.block_tokens,
             cache_memory_bytes=None if options.cache_memory is None else size_bytes(options.cache_memory),
             max_context_tokens=options.max_context,

@@ -151,6 +151,10 @@ class StoreOptions(CommonOptions):
         Literal["auto", "fp32", "bf16", "fp16"],
         typer.Option(envvar="SALTERN_DTYPE", help="auto: fp32 on CPU, bf16 on CUDA."),
     ] = "auto"
+    kv_dtype: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8"],
+        typer.Option(envvar="SALTERN_KV_DTYPE", help="Of the cache; auto: as the model."),
+    ] = "auto"
     block_tokens: Annotated[
         int,
         typer.Option(envvar="SALTERN_BLOCK_TOKENS", help="8, 16, 32, 64 or 128: the smallest prefix that is reused."),

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from cachestore.checkpoint import ELEMENT_BYTES
 from cachestore.geometry import BlockLayout
-from cachestore.model import KVCache, Model, ModelRunner
+from cachestore.model import TORCH_DTYPES, KVCache, Model, ModelRunner
+from cachestore.protocol import KVDType
 from tests.cachestore.small_models import save_small_model
 
 MakeRunner = Callable[..., ModelRunner]
@@ -22,7 +24,8 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def make_runner(default_model: Path) -> MakeRunner:
-    """`make_runner(blocks, block_tokens=16)`: the default model in fp32 over a fresh cache; all share its weights."""
+    """`make_runner(blocks, block_tokens=16, kv_dtype="fp32")`: the default model in fp32 over a fresh cache; all share
+    its weights."""
     return _over(Model(default_model, dtype="fp32", device=torch.device("cpu"), max_context_tokens=2048))
 
 
@@ -37,15 +40,15 @@ def _over(model: Model) -> MakeRunner:
     config = model.module.config
     model.fuse()
 
-    def make(blocks: int, block_tokens: int = 16) -> ModelRunner:
+    def make(blocks: int, block_tokens: int = 16, kv_dtype: KVDType = "fp32") -> ModelRunner:
         layout = BlockLayout(
             layers=config.num_hidden_layers,
             kv_heads=config.num_key_value_heads,
             key_dim=config.head_dim,
             value_dim=config.head_dim,
             block_tokens=block_tokens,
-            element_bytes=4,
+            element_bytes=ELEMENT_BYTES[kv_dtype],
         )
-        return ModelRunner(model, KVCache(layout, blocks, model.dtype, model.device), block_tokens)
+        return ModelRunner(model, KVCache(layout, blocks, TORCH_DTYPES[kv_dtype], model.device), block_tokens)
 
     return make

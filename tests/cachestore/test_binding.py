@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 
 from cachestore import batch, model
 from cachestore.binding import prove_binding
+from cachestore.checkpoint import ELEMENT_BYTES
 from cachestore.fuse import fuse
 from cachestore.model import Model
+from cachestore.protocol import KVDType
 from cachestore.start_error import StartError
 from kernels import torch_backend
 from tests.cachestore.small_models import SIZES, save_small_model, small_layout
@@ -35,8 +38,9 @@ def load(folder: Path, context_tokens: int = 512) -> Model:
     return Model(folder, dtype="fp32", device=torch.device("cpu"), max_context_tokens=context_tokens)
 
 
-def prove(candidate: Model, block_tokens: int = 16) -> None:
-    prove_binding(candidate, small_layout(block_tokens), "fp32", SIZES["vocab_size"], "the-model")
+def prove(candidate: Model, block_tokens: int = 16, kv_dtype: KVDType = "fp32") -> str:
+    layout = replace(small_layout(block_tokens), element_bytes=ELEMENT_BYTES[kv_dtype])
+    return prove_binding(candidate, layout, "fp32", kv_dtype, SIZES["vocab_size"], "the-model")
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +115,48 @@ def test_attention_that_is_broken_is_refused(
         prove(candidate)
 
 
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_cache_of_another_dtype_is_compared_with_the_models_own(
+    folder_of: Callable[[str], Path], model_type: str
+) -> None:
+    for kv_dtype, words in (("bf16", "in bf16 moves"), ("int8", "in int8 moves"), ("fp8", "in fp8 moves")):
+        assert words in prove(load(folder_of(model_type)), 8, kv_dtype)
+    assert "moves" not in prove(load(folder_of(model_type)))
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_scales_of_keys_that_are_off_by_two_are_refused(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, model_type: str, kv_dtype: KVDType
+) -> None:
+    candidate = load(folder_of(model_type))
+    working = torch_backend.paged_attention
+
+    def attend(*args: Any, k_scales: torch.Tensor | None, **options: Any) -> torch.Tensor:
+        return working(*args, k_scales=None if k_scales is None else 2 * k_scales, **options)
+
+    monkeypatch.setattr(torch_backend, "paged_attention", attend)
+    message = rf"with --kv-dtype {kv_dtype}: a cache in {kv_dtype} moves .* more than \d+%; choose fp32 or another"
+    with pytest.raises(StartError, match=message):
+        prove(candidate, kv_dtype=kv_dtype)
+
+
+def test_b053_bits_that_are_taken_for_values_are_refused(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    candidate = load(folder_of("llama"))
+    working = torch_backend.write_kv
+
+    def write(k: torch.Tensor, v: torch.Tensor, k_blocks: torch.Tensor, v_blocks: torch.Tensor, *rest: Any) -> None:
+        if k_blocks.dtype == torch.float16:
+            k_blocks, v_blocks = k_blocks.view(torch.bfloat16), v_blocks.view(torch.bfloat16)
+        working(k, v, k_blocks, v_blocks, *rest)
+
+    monkeypatch.setattr(torch_backend, "write_kv", write)
+    with pytest.raises(StartError, match="with --kv-dtype fp16: a cache in fp16 moves"):
+        prove(candidate, kv_dtype="fp16")
+
+
 @pytest.mark.parametrize("what", ["positions", "slots", "rows of a chunk"])
 def test_a_batch_that_is_off_by_one_is_refused(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, what: str
@@ -169,7 +215,7 @@ def test_what_is_served_is_fused_and_was_compared_with_the_model_as_it_was(
 def test_a_recurrent_model_is_refused_by_name_in_one_line(tmp_path: Path) -> None:
     folder = save_small_model(tmp_path / "recurrent", "mamba", state_size=4, num_hidden_layers=2)
     with pytest.raises(StartError, match=r"^.*recurrent.* can't .*$") as raised:
-        prove_binding(load(folder), small_layout(), "fp32", SIZES["vocab_size"], "recurrent")
+        prove_binding(load(folder), small_layout(), "fp32", "fp32", SIZES["vocab_size"], "recurrent")
     assert "\n" not in str(raised.value)
 
 

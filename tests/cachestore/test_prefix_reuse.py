@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cachestore import cli
 from cachestore.batch import Batch
 from cachestore.model import ModelRunner
-from cachestore.protocol import Limits, Sampling
+from cachestore.protocol import KVDType, Limits, Sampling
 from cachestore.scheduler import Row
 from cachestore.sequence import Sequence as StoreSequence
 from tests.cachestore.conftest import MakeRunner
@@ -173,18 +172,20 @@ class Poisoning(ModelRunner):
             sequence = row.sequence
             filled = -(-row.start // self.block_tokens)
             blocks += sequence.table if self.also_held else sequence.table[filled:]
-        self.cache.storage.view(self.model.dtype)[blocks] = torch.nan
+        self.cache.storage[blocks] = 0xFF  # NaN in every float dtype
         return super().launch(rows)
 
 
-@pytest.mark.parametrize("block_tokens", [8, 32])
-def test_line_30_what_lies_in_free_blocks_reaches_no_answer(make_small_runner: MakeRunner, block_tokens: int) -> None:
+@pytest.mark.parametrize(("block_tokens", "kv_dtype"), [(8, "fp32"), (32, "fp32"), (16, "int8"), (16, "fp8")])
+def test_line_30_what_lies_in_free_blocks_reaches_no_answer(
+    make_small_runner: MakeRunner, block_tokens: int, kv_dtype: KVDType
+) -> None:
     """Free blocks, and those just taken, are poisoned before every step; the pool is small enough to preempt."""
     prompts = [random_prompt(seed, length) for seed, length in enumerate((3, 17, 33, 40, 17))]
     blocks = 128 // block_tokens
 
     def answers(make: type[ModelRunner], also_held: bool = False) -> list[list[int]]:
-        plain = make_small_runner(blocks, block_tokens)
+        plain = make_small_runner(blocks, block_tokens, kv_dtype)
         runner = make(plain.model, plain.cache, block_tokens)
         store = Harness(
             runner,

@@ -43,6 +43,7 @@ VALUES: dict[str, tuple[Any, Any, Any]] = {
     "tenant_metrics": (1, 2, 3),
     "device": ("cpu", "cuda", "cpu"),
     "dtype": ("fp32", "bf16", "fp16"),
+    "kv_dtype": ("bf16", "int8", "fp8"),
     "block_tokens": (8, 32, 64),
     "cache_memory": ("1GiB", "2GiB", "3GiB"),
     "max_context": (1, 2, 3),
