@@ -102,25 +102,22 @@ def measure_cases(
             report.add([Figure(case.part, case.name, OURS, missing=deadline.reason)])
             continue
         try:
-            report.add(measure(machine, plan, case, peers))
+            figures = measure(machine, plan, case, peers)
         except torch.OutOfMemoryError:
-            report.add([Figure(case.part, case.name, OURS, missing="it does not fit into the device's memory")])
+            figures = [Figure(case.part, case.name, OURS, missing="it does not fit into the device's memory")]
+        except Exception as failure:
+            figures = [Figure(case.part, case.name, OURS, wrong=told(failure))]
+        report.add(figures)
 
 
 def measure(machine: Machine, plan: Plan, case: Case, peers: Mapping[str, Peer]) -> list[Figure]:
-    """Raises torch.OutOfMemoryError."""
+    """Raises torch.OutOfMemoryError, and whatever writing the cache or timing raises."""
     step = Step(
         plan.heads, case.sequences, case.new_tokens, case.context_tokens, plan.block_tokens,
         getattr(torch, case.cache), machine.device,
     )  # fmt: skip
     part, name = case.part, case.name
-    try:
-        wrong = step.fill()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as failure:
-        wrong = told(failure)
-    if wrong is not None:
+    if (wrong := step.fill()) is not None:
         return [Figure(part, name, OURS, wrong=wrong)]
     expected, dense = step.expected(), step.contiguous()
     calls: dict[str, Call] = {}

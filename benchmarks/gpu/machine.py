@@ -75,7 +75,10 @@ def cuda(device: torch.device) -> Machine:
             allocations = _allocations(device) - before
         if allocations:
             raise RuntimeError(f"the captured call allocated {allocations} times")
-        replay: Call = graph.replay
+
+        def replay(held: Call = call) -> None:  # what the call holds, the graph reads and writes
+            graph.replay()
+
         return replay
 
     return Machine(device, time_call, capture)

@@ -62,7 +62,7 @@ def run_kernel_tests(device_type: str, seconds: float) -> Suite:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["SALTERN_TEST_DEVICE"] = device_type
     returncode, output = run_limited(command, seconds, environment)
-    counts = Counter(one or other for one, other in _OUTCOME.findall(output))
+    counts = outcomes(output)
     return Suite(
         returncode,
         passed=counts["PASSED"],
@@ -71,6 +71,11 @@ def run_kernel_tests(device_type: str, seconds: float) -> Suite:
         seconds=seconds,
         tail="" if returncode == 0 else output[-KEPT_CHARACTERS:],
     )
+
+
+def outcomes(output: str) -> Counter[str]:
+    """How often each outcome stands in what `pytest -v` wrote so far, with and without workers."""
+    return Counter(one or other for one, other in _OUTCOME.findall(output))
 
 
 def run_limited(

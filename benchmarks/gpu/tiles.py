@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from statistics import geometric_mean
 
 import torch
 
@@ -19,7 +19,8 @@ from benchmarks.gpu.step import Step, error
 from kernels.tiles import Choice, Tiles
 from kernels.triton_backend.attention import plan_attention
 
-KEY_TILES, WARPS, STAGES = (64, 128, 32), (4, 8, 2), (2, 3, 4)
+KEY_TILES, STAGES = (64, 128, 32), (2, 3, 4)
+DECODE_WARPS, PREFILL_WARPS = (4, 8, 2), (4, 8)
 ROW_TILES = (128, 64)
 SPLIT_TOKENS = (512, 1024, 2048, 4096)
 
@@ -27,7 +28,7 @@ SPLIT_TOKENS = (512, 1024, 2048, 4096)
 def decode_tiles(choice: Choice) -> Iterator[Choice]:
     """The table's own first."""
     yield choice
-    for key_tile, num_warps, num_stages in product(KEY_TILES, WARPS, STAGES):
+    for key_tile, num_warps, num_stages in product(KEY_TILES, DECODE_WARPS, STAGES):
         tiles = Tiles(choice.decode.row_tile, key_tile, num_warps, num_stages)
         if tiles != choice.decode:
             yield replace(choice, decode=tiles)
@@ -42,7 +43,7 @@ def decode_splits(choice: Choice) -> Iterator[Choice]:
 def prefill_tiles(choice: Choice) -> Iterator[Choice]:
     """The table's own first."""
     yield choice
-    for row_tile, key_tile, num_warps, num_stages in product(ROW_TILES, KEY_TILES, WARPS, STAGES):
+    for row_tile, key_tile, num_warps, num_stages in product(ROW_TILES, KEY_TILES, PREFILL_WARPS, STAGES):
         tiles = Tiles(row_tile, key_tile, num_warps, num_stages)
         if tiles != choice.prefill:
             yield replace(choice, prefill=tiles)
@@ -91,12 +92,12 @@ class Trial:
 
 
 def sweep(machine: Machine, plan: Plan, limits: Limits, report: Report, seconds: float) -> None:
-    """Decode of each cache, then prefill, each for a like share of the time that is left."""
+    """Decode of each cache, then prefill of whole prompts, each for a like share of the time that is left."""
     deadline = Deadline(seconds)
     narrow = replace(plan, batches=plan.sweep_batches, contexts=(plan.sweep_context,))
     decodes = list(decode_cases(narrow, limits))
     groups = [[case for case in decodes if case.cache == cache] for cache in plan.caches]
-    groups.append(list(prefill_cases(plan, limits)))
+    groups.append([case for case in prefill_cases(plan, limits) if case.new_tokens == case.context_tokens])
     for done, cases in enumerate(groups):
         share = Deadline(deadline.left_seconds() / (len(groups) - done))
         title = f"tiles, {cases[0].part} {cases[0].cache}"
@@ -125,7 +126,7 @@ def _best(
             report.add(figures)
             shares = [figure.share for figure in figures if figure.share is not None]
             if len(shares) == len(trials):
-                means[choice] = math.prod(shares) ** (1 / len(shares))
+                means[choice] = geometric_mean(shares)
 
     if cases[0].part == "prefill":
         consider(prefill_tiles(own))
