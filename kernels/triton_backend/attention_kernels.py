@@ -35,7 +35,7 @@ def _cache_of(
             v_scales + head * v_scale_head_stride, v_scale_block_stride, v_scale_token_stride,
         )  # fmt: skip
     else:
-        scales = (k_scales, 0, 0, v_scales, 0, 0)
+        scales = (k_blocks, 0, 0, v_blocks, 0, 0)  # never read; Triton 3.6 takes no None here
     return (
         block_tables + sequence.to(tl.int64) * table_stride,
         k_blocks + head * k_head_stride * S.unit, k_block_stride, k_token_stride,
@@ -189,8 +189,9 @@ def decode_kernel(
 
     Splits begin at multiples of split_tokens, those before a window left out. One that is all of its context writes
     out and lse; of several, each writes `partial_out` [sequences, query heads, splits, value dim], normalised, and
-    `partial_lse` [sequences, query heads, splits] in base 2, float32. Where no prefill kernel runs, `tokens` is
-    the number of rows of q and those past the last sequence are blanked here, else 0.
+    `partial_lse` [sequences, query heads, splits] in base 2, float32; both are None where a
+    split holds any context. Where no prefill kernel runs, `tokens` is the number of rows of q and those past the last
+    sequence are blanked here, else 0.
     """
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1) // S.head_tiles
@@ -246,7 +247,11 @@ def decode_kernel(
         queries, peak, total, (begin, whole_begin, whole_end, end), (oldest, newest, context),
         cache, score_scale, soft_cap, S,
     )  # fmt: skip
-    if tl.cdiv(context, S.split_tokens) - first_split > 1:
+    if partial_out is None or tl.cdiv(context, S.split_tokens) - first_split <= 1:
+        out_offsets = start.to(tl.int64) * out_token_stride + head * out_head_stride
+        lse_offsets = start.to(tl.int64) * lse_token_stride + head * lse_head_stride
+        _finish(out, out_offsets, lse, lse_offsets, valid, newest >= 0, peak, total, acc, acc_rest, S)
+    else:
         part = (sequence.to(tl.int64) * (tl.num_programs(1) // S.head_tiles * S.group) + head) * splits
         part += tl.program_id(2)
         rest = acc_rest
@@ -254,7 +259,3 @@ def decode_kernel(
             rest = acc_rest / total[:, None]
         store_rows(partial_out, part * S.value_dim, valid, acc / total[:, None], rest, S)
         tl.store(partial_lse + part, peak + tl.log2(total), mask=valid)
-    else:
-        out_offsets = start.to(tl.int64) * out_token_stride + head * out_head_stride
-        lse_offsets = start.to(tl.int64) * lse_token_stride + head * lse_head_stride
-        _finish(out, out_offsets, lse, lse_offsets, valid, newest >= 0, peak, total, acc, acc_rest, S)
