@@ -124,16 +124,16 @@ def test_a_cache_of_another_dtype_is_compared_with_the_models_own(
     assert "moves" not in prove(load(folder_of(model_type)))
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(("model_type", "factor"), [*((name, 2.0) for name in MODELS), ("llama", torch.nan)])
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_scales_of_keys_that_are_off_by_two_are_refused(
-    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, model_type: str, kv_dtype: KVDType
+def test_scales_of_keys_that_are_off_by_two_or_no_number_are_refused(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, model_type: str, factor: float, kv_dtype: KVDType
 ) -> None:
     candidate = load(folder_of(model_type))
     working = torch_backend.paged_attention
 
     def attend(*args: Any, k_scales: torch.Tensor | None, **options: Any) -> torch.Tensor:
-        return working(*args, k_scales=None if k_scales is None else 2 * k_scales, **options)
+        return working(*args, k_scales=None if k_scales is None else factor * k_scales, **options)
 
     monkeypatch.setattr(torch_backend, "paged_attention", attend)
     message = rf"with --kv-dtype {kv_dtype}: a cache in {kv_dtype} moves .* more than \d+%; choose fp32 or another"
