@@ -32,6 +32,36 @@ def save_small_model(folder: Path, model_type: str, **config: Any) -> Path:
     return folder
 
 
+def unit_model(model_type: str, **config: Any) -> Any:
+    """A model as `AutoModelForCausalLM` makes it, in fp32, whose hidden states and logits are of order 1.
+
+    Norms and biases are random, too: where they are 1 and 0, many a mistake changes nothing.
+    """
+    torch.manual_seed(7)
+    sizes = SIZES | config
+    scaled = sizes | {"initializer_range": sizes["hidden_size"] ** -0.5}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **scaled), dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def layout_of(config: Any, block_tokens: int) -> BlockLayout:
+    """The layout of a model with this config in fp32."""
+    return BlockLayout(
+        layers=config.num_hidden_layers,
+        kv_heads=config.num_key_value_heads,
+        key_dim=config.head_dim,
+        value_dim=config.head_dim,
+        block_tokens=block_tokens,
+        element_bytes=4,
+    )
+
+
 def small_layout(block_tokens: int = 16) -> BlockLayout:
     """The layout of a model of `SIZES` in fp32."""
     return BlockLayout(
