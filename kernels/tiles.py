@@ -8,6 +8,7 @@ on a device yet.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -130,6 +131,7 @@ TABLE = (
 )
 
 
+@functools.cache
 def choose(shape: HeadShape, target: str, shared_memory_bytes: int) -> Choice:
     """Tiles for a shape on a target.
 

@@ -76,7 +76,7 @@ def paged_attention(
         choice=choose(shape, *target(q.device)),
         scale=scale, causal=causal, window=window, soft_cap=soft_cap, sinks=sinks, k_scales=k_scales,
         v_scales=v_scales, max_query_tokens=max_query_tokens, max_context_tokens=max_context_tokens,
-        out=out, lse=lse, workspace=workspace,
+        out=out, lse=lse, workspace=workspace[:workspace_bytes],
     )  # fmt: skip
     with on(q.device):
         for launch in launches:
@@ -160,7 +160,7 @@ def plan_attention(
     splits = max(1, splits)
     partial = workspace.view(torch.float32)
     at = sequences * query_heads * splits * value_dim
-    partial_out, partial_lse = (partial[:at], partial[at:]) if splits > 1 else (None, None)
+    partial_out, partial_lse = partial[:at], partial[at:]
     launches.append(
         Launch(
             decode_kernel,

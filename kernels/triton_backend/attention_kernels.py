@@ -17,6 +17,9 @@ import triton.language as tl
 
 from kernels.triton_backend.softmax import LN2, LOG2E, attend, load_queries, store_rows
 
+# What differs from step to step: a kernel compiled for its value would be compiled again and again while serving.
+VARYING = ["table_stride", "window", "tokens", "sequences"]
+
 
 @triton.jit
 def _cache_of(
@@ -83,7 +86,7 @@ def _blank(out, out_offsets, lse, lse_offsets, valid, S: tl.constexpr):
         tl.store(lse + lse_offsets, tl.full([S.row_tile], float("-inf"), tl.float32), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def prefill_kernel(
     q, q_token_stride, q_head_stride,
     k_blocks, k_block_stride, k_token_stride, k_head_stride,
@@ -172,7 +175,7 @@ def prefill_kernel(
     _finish(out, out_offsets, lse, lse_offsets, valid, newest >= 0, peak, total, acc, acc_rest, S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*VARYING, "splits"])
 def decode_kernel(
     q, q_token_stride, q_head_stride,
     k_blocks, k_block_stride, k_token_stride, k_head_stride,
@@ -189,9 +192,8 @@ def decode_kernel(
 
     Splits begin at multiples of split_tokens, those before a window left out. One that is all of its context writes
     out and lse; of several, each writes `partial_out` [sequences, query heads, splits, value dim], normalised, and
-    `partial_lse` [sequences, query heads, splits] in base 2, float32; both are None where a
-    split holds any context. Where no prefill kernel runs, `tokens` is the number of rows of q and those past the last
-    sequence are blanked here, else 0.
+    `partial_lse` [sequences, query heads, splits] in base 2, float32. Where no
+    prefill kernel runs, `tokens` is the number of rows of q and those past the last sequence are blanked here, else 0.
     """
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1) // S.head_tiles
@@ -247,7 +249,7 @@ def decode_kernel(
         queries, peak, total, (begin, whole_begin, whole_end, end), (oldest, newest, context),
         cache, score_scale, soft_cap, S,
     )  # fmt: skip
-    if partial_out is None or tl.cdiv(context, S.split_tokens) - first_split <= 1:
+    if tl.cdiv(context, S.split_tokens) - first_split <= 1:
         out_offsets = start.to(tl.int64) * out_token_stride + head * out_head_stride
         lse_offsets = start.to(tl.int64) * lse_token_stride + head * lse_head_stride
         _finish(out, out_offsets, lse, lse_offsets, valid, newest >= 0, peak, total, acc, acc_rest, S)

@@ -11,7 +11,7 @@ from kernels.triton_backend.softmax import LN2
 SPLIT_TILE = tl.constexpr(16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "window"])
 def merge_kernel(
     partial_out, partial_lse, splits, query_starts, context_lengths,
     out, out_token_stride, out_head_stride, lse, lse_token_stride, lse_head_stride, window,
