@@ -17,7 +17,7 @@ import torch
 from cachestore.batch import Batch
 from cachestore.checkpoint import ELEMENT_BYTES
 from cachestore.geometry import BlockLayout
-from cachestore.model import TORCH_DTYPES, KVCache, Model
+from cachestore.model import TORCH_DTYPES, KVCache, Model, ModelRunner
 from cachestore.protocol import DType, KVDType, Sampling
 from cachestore.scheduler import Row
 from cachestore.sequence import Sequence
@@ -30,6 +30,8 @@ COMPANION_TOKENS = 21
 _UNSUPPORTED = (
     "Recurrent layers, keys shared between layers and attention outside transformers' interface are not supported"
 )
+# More than twice what one program of any kernel attends to.
+WARM_UP_TOKENS = 1280
 CHUNK_ENDS = (19, 40, 47, PROBE_TOKENS)
 # By how much a cache may move rows of logits, in the median. Measured on the default model and on random ones, in fp32
 # and bf16: int8 0.4 to 2.2 %, fp8 1.6 to 9.3 %; with the scales of keys off by two, 11 % and more.
@@ -86,6 +88,18 @@ def prove_binding(
             f"choose {dtype} or another"
         )
     return f"{difference}; {words}"
+
+
+def warm_up(runner: ModelRunner, max_context_tokens: int) -> None:
+    """Decode one token at the end of a long context, or of the longest there can be.
+
+    The proof has run what short contexts need; a kernel that is compiled for long ones alone would otherwise make the
+    first request that has one wait. All of that context is one free block, over and over.
+    """
+    tokens = min(max_context_tokens, WARM_UP_TOKENS)
+    sequence = make_sequence(torch.zeros(tokens, dtype=torch.int64))
+    sequence.table = [0] * -(-tokens // runner.block_tokens)
+    runner.collect(runner.launch([Row(sequence, tokens - 1, 1, samples=True)]))
 
 
 def _agreement(plain: torch.Tensor, paged: torch.Tensor, dtype: DType) -> tuple[bool, str]:

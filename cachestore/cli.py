@@ -253,7 +253,7 @@ def _load(plan: StorePlan, options: StoreOptions) -> tuple[ModelRunner, Limits, 
     """The model over its cache, what it can take, and the context that its rotary factors were frozen for, or 0."""
     import torch
 
-    from cachestore.binding import prove_binding
+    from cachestore.binding import prove_binding, warm_up
     from cachestore.model import TORCH_DTYPES, KVCache, Model, ModelRunner
 
     torch.set_num_threads(plan.threads)
@@ -272,7 +272,10 @@ def _load(plan: StorePlan, options: StoreOptions) -> tuple[ModelRunner, Limits, 
     difference = prove_binding(
         model, layout, plan.dtype, plan.kv_dtype, checkpoint.vocabulary_tokens, checkpoint.directory.name
     )
-    log.info("model loaded and bound in %.1f s; over the paged cache %s", time.monotonic() - started, difference)
+    log.info(
+        "model loaded and bound in %.1f s, attention by %s; over the paged cache %s",
+        time.monotonic() - started, model.kernels.__name__, difference,
+    )  # fmt: skip
     if cache_bytes is None:
         cache_bytes = int(CUDA_CACHE_SHARE * torch.cuda.mem_get_info(device)[0])
     elif plan.device == "cuda":
@@ -286,7 +289,9 @@ def _load(plan: StorePlan, options: StoreOptions) -> tuple[ModelRunner, Limits, 
         vocabulary_tokens=checkpoint.vocabulary_tokens,
     )
     cache = KVCache(layout, blocks, TORCH_DTYPES[plan.kv_dtype], device)
-    return ModelRunner(model, cache, layout.block_tokens), limits, frozen_for if checkpoint.needs_rope_context else 0
+    runner = ModelRunner(model, cache, layout.block_tokens)
+    warm_up(runner, limits.max_context_tokens)
+    return runner, limits, frozen_for if checkpoint.needs_rope_context else 0
 
 
 async def _serve(socket: Path, welcome: Welcome, runner: ModelRunner, layout: BlockLayout) -> None:

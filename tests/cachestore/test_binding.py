@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from cachestore import batch, model
-from cachestore.binding import prove_binding
+from cachestore.binding import WARM_UP_TOKENS, prove_binding, warm_up
 from cachestore.checkpoint import ELEMENT_BYTES
 from cachestore.fuse import fuse
-from cachestore.model import Model
+from cachestore.model import KVCache, Model, ModelRunner
 from cachestore.protocol import KVDType
 from cachestore.start_error import StartError
 from kernels import torch_backend
+from kernels.tiles import shortest_split_tokens
 from tests.cachestore.small_models import SIZES, save_small_model, small_layout
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -248,3 +250,22 @@ def test_a_long_request_does_not_change_the_rotary_factors_of_a_short_one_beside
     assert torch.equal(at_position_5(), at_position_5(LONG_CONTEXT_TOKENS - 1))
     rope.rope_type = scaling  # as transformers has it
     assert not torch.equal(at_position_5(), at_position_5(LONG_CONTEXT_TOKENS - 1))
+
+
+@pytest.mark.parametrize("most", [256, 4096])
+def test_what_only_long_contexts_need_has_run_before_the_first_request(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    candidate = load(folder_of("llama"), context_tokens=4096)
+    runner = ModelRunner(candidate, KVCache(small_layout(16), 3, torch.float32, candidate.device), 16)
+    kernels = candidate.kernels
+    steps = []
+
+    def attention(*args: Any, **options: Any) -> torch.Tensor:
+        steps.append((options["max_query_tokens"], options["max_context_tokens"]))
+        return kernels.paged_attention(*args, **options)
+
+    monkeypatch.setattr(candidate, "kernels", SimpleNamespace(write_kv=kernels.write_kv, paged_attention=attention))
+    warm_up(runner, most)
+    assert set(steps) == {(1, min(most, WARM_UP_TOKENS))}
+    assert 2 * shortest_split_tokens() < WARM_UP_TOKENS
