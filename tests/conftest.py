@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,8 @@ from cachestore import default_model as default_model_module
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, here or in a child
-
-# Triton decides when its functions are made whether they run in its interpreter; after that the variable means that
-# `kernels.select` is to choose Triton, which only tests that say so want.
-os.environ["TRITON_INTERPRET"] = "1"
-import kernels.triton_backend  # noqa: E402, F401
-
-del os.environ["TRITON_INTERPRET"]
+# Torch is imported with one thread, here or in a child, and Triton with its interpreter before anything imports it.
+import tests.kernels.device  # noqa: E402, F401
 
 
 @pytest.fixture(scope="session")

@@ -145,10 +145,12 @@ def prefill_kernel(
     last_position = context - count + tl.minimum(first + tile_tokens, count) - 1
     begin = 0
     whole_begin = 0
+    first_seen = 0
     oldest = tl.full([S.row_tile], 0, tl.int32)
     if S.windowed:
         oldest = position - window + 1
-        begin = tl.maximum(first_position - window + 1, 0) // S.key_tile * S.key_tile
+        first_seen = tl.maximum(first_position - window + 1, 0)
+        begin = first_seen // S.key_tile * S.key_tile
         whole_begin = tl.cdiv(tl.maximum(last_position - window + 1, 0), S.key_tile) * S.key_tile
     if S.causal:
         newest = position
@@ -169,7 +171,7 @@ def prefill_kernel(
     )  # fmt: skip
     peak, total = _initial(sinks, head, valid, S)
     peak, total, acc, acc_rest = attend(
-        queries, peak, total, (begin, whole_begin, whole_end, end), (oldest, newest, context),
+        queries, peak, total, (begin, whole_begin, whole_end, end), (oldest, newest, first_seen, context),
         cache, score_scale, soft_cap, S,
     )  # fmt: skip
     _finish(out, out_offsets, lse, lse_offsets, valid, newest >= 0, peak, total, acc, acc_rest, S)
@@ -246,7 +248,7 @@ def decode_kernel(
         peak = tl.where(tl.program_id(2) == 0, peak, float("-inf"))
         total = tl.where(tl.program_id(2) == 0, total, 0.0)
     peak, total, acc, acc_rest = attend(
-        queries, peak, total, (begin, whole_begin, whole_end, end), (oldest, newest, context),
+        queries, peak, total, (begin, whole_begin, whole_end, end), (oldest, newest, seen_begin, context),
         cache, score_scale, soft_cap, S,
     )  # fmt: skip
     if tl.cdiv(context, S.split_tokens) - first_split <= 1:

@@ -64,13 +64,15 @@ def _fold(start, queries, state, seen, cache, score_scale, soft_cap, S: tl.const
     """Fold the keys `start .. start + key_tile - 1` into the state of each row."""
     q, q_rest = queries
     peak, total, acc, acc_rest = state
-    oldest, newest, context = seen
+    oldest, newest, first, context = seen
     table, k_blocks, k_block, k_token, v_blocks, v_block, v_token, scales = cache
     k_scales, k_scale_block, k_scale_token, v_scales, v_scale_block, v_scale_token = scales
 
     key = start + tl.arange(0, S.key_tile)
     inside = key < context
-    if MASKED:  # entries of the table past the context are never read
+    if S.windowed:
+        inside = inside & (key >= first)
+    if MASKED:  # entries of the table past the context or before every row's window are never read
         block = tl.load(table + key // S.block_tokens, mask=inside, other=0)
     else:
         block = tl.load(table + key // S.block_tokens)
@@ -120,7 +122,7 @@ def _fold(start, queries, state, seen, cache, score_scale, soft_cap, S: tl.const
         weight *= scale[None, :]
     weight = weight.to(S.value_dot)
 
-    # The weight of a key past the context is 0, but its slot may hold NaN, and 0 · NaN is NaN: hence the mask.
+    # The weight of a key that no row sees is 0, but its slot may hold NaN, and 0 · NaN is NaN: hence the mask.
     row = v_blocks + (block * v_block + slot * v_token) * S.unit
     column = tl.arange(0, S.value_main)
     v = load_tile(
@@ -147,7 +149,8 @@ def attend(queries, peak, total, stretch, seen, cache, score_scale, soft_cap, S:
         peak, total: float32 [row_tile], the softmax state to begin with: -inf and 0, or a sink's logit and 1.
         stretch: int32 (begin, whole_begin, whole_end, end). All but `end` are multiples of key_tile. Every row sees
             every key from `whole_begin` to `whole_end`, and there nothing is masked.
-        seen: int32 (oldest [row_tile], newest [row_tile], context): the first and the last key that a row sees.
+        seen: int32 (oldest [row_tile], newest [row_tile], first, context): the first and the last key that a row
+            sees, and the first that any does.
         score_scale: times log2 e; so is `soft_cap`.
 
     Returns:
