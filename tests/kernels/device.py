@@ -14,7 +14,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 
-import torch  # noqa: E402
+import torch
 
 DEVICE = torch.device(os.environ.get("SALTERN_TEST_DEVICE", "cpu"))
 

@@ -34,7 +34,7 @@ def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def bits(x: Tensor) -> Tensor:
     """To compare 8-bit floats and NaNs as they are."""
-    return x.contiguous().view(torch.uint8)
+    return x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def strided_blocks(

@@ -7,11 +7,7 @@ import torch
 
 from tests.kernels.device import DEVICE
 from tests.kernels.scene import EIGHT_BITS, FLOATS, Scene, assert_close, int32
-from tests.kernels.ways import TINY_SPLIT_TOKENS, TINY_TILE, Way, agrees, in_tiny_tiles, table_choice, triton
-
-
-# Tiles that are tiny take their time, and some things don't depend on tiles.
-BY_TABLE = pytest.mark.parametrize("attend", ["torch", "triton"], indirect=True)
+from tests.kernels.ways import BY_TABLE, TINY_SPLIT_TOKENS, TINY_TILE, Way, agrees, in_tiny_tiles, table_choice, triton
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from kernels import torch_backend
 from tests.kernels.device import DEVICE
 from tests.kernels.scene import EIGHT_BITS, Scene, int32
-from tests.kernels.ways import TINY_SPLIT_TOKENS, Way, in_tiny_tiles, table_choice, triton
+from tests.kernels.ways import BY_TABLE, TINY_SPLIT_TOKENS, Way, in_tiny_tiles, table_choice, triton
 
 # Decodes of one split and of several, of the same length and of others, in company of chunks and prompts. PyTorch
 # computes contexts of 66 .. 128 tokens together.
@@ -51,7 +51,7 @@ def test_a_row_does_not_depend_on_its_company(attend: Way, options: dict[str, An
     assert not torch.equal(together[0], together[scene.starts[3]])
 
 
-@pytest.mark.parametrize("attend", ["torch", "triton"], indirect=True)
+@BY_TABLE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cache", [*EIGHT_BITS, torch.bfloat16])
 def test_nor_over_blocks_of_another_dtype(attend: Way, dtype: torch.dtype, cache: torch.dtype) -> None:

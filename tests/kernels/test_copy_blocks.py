@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.copy import copy_blocks
@@ -32,18 +30,6 @@ def counted() -> Iterator[CopyCount]:
 
 def pool(blocks: int) -> torch.Tensor:
     return torch.randint(0, 256, (blocks, 512), dtype=torch.uint8)
-
-
-@given(st.data())
-def test_listed_blocks_are_copied_and_no_others(data: st.DataObject) -> None:
-    source, target = pool(12), pool(9)
-    target_index = data.draw(st.lists(st.integers(0, 8), unique=True))
-    source_index = [data.draw(st.integers(0, 11)) for _ in target_index]
-    expected = target.clone()
-    for first, onto in zip(source_index, target_index, strict=True):
-        expected[onto] = source[first]
-    copy_blocks(source, target, source_index, target_index)
-    assert torch.equal(target, expected)
 
 
 @pytest.mark.parametrize(

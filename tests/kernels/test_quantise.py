@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kernels.quantise import LARGEST, convert, quantise, to_float8
 
@@ -26,28 +24,6 @@ def test_b057_a_conversion_to_float8_makes_no_number_nan() -> None:
     assert_same(to_float8(given_).float(), expected)
     for dtype in (torch.bfloat16, torch.float16):
         assert torch.equal(to_float8(torch.tensor([1e4, -1e4], dtype=dtype)).float(), torch.tensor([448.0, -448.0]))
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.data())
-def test_a_row_reads_back_within_half_a_step_whatever_its_size(data: st.DataObject) -> None:
-    dtype = data.draw(st.sampled_from(list(LARGEST)))
-    of = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    power = data.draw(st.integers(-30, 30) if of != torch.float16 else st.integers(-7, 3))
-    random = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
-    x = (torch.randn(3, 5, 8 * data.draw(st.integers(1, 32)), generator=random) * 10.0**power).to(of)
-    values, scales = quantise(x, dtype)
-    assert (values.dtype, scales.dtype) == (dtype, torch.float32)
-    assert scales.shape == x.shape[:-1]
-    largest = x.float().abs().amax(-1, keepdim=True)
-    error = (read_back(values, scales) - x.float()).abs()
-    if dtype == torch.int8:
-        assert (error <= 0.5001 * largest / 127).all()
-    else:
-        # Three bits after the leading one, and below 2**-6 of steps as wide as there.
-        assert (error <= torch.maximum(x.float().abs() / 16, largest / 448 * 2**-10) * 1.0001).all()
-    # The largest value of a row is met exactly, so nothing else saturates.
-    assert (values.float().abs().amax(-1) == LARGEST[dtype]).all()
 
 
 def test_int8_rounds_half_to_even() -> None:

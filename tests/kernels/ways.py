@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -86,6 +87,8 @@ def triton(*, out: Tensor | None = None, **arguments: Any) -> Tensor:
     return triton_backend.paged_attention(**arguments, out=out, workspace=workspace)
 
 
+# For what tiny tiles would show nothing new about.
+BY_TABLE = pytest.mark.parametrize("attend", ["torch", "triton"], indirect=True)
 WAYS: dict[str, Way] = {"torch": torch_backend.paged_attention, "triton": triton, "tiny": in_tiny_tiles}
 
 
