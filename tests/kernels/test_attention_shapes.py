@@ -62,15 +62,20 @@ def test_blocks_smaller_and_larger_than_a_tile_of_keys(block_tokens: int) -> Non
     agrees(in_tiny_tiles, Scene([(1, 31), (1, 65), (2, 34), (3, 47)], block_tokens=block_tokens))
 
 
-def test_contexts_around_the_edges_of_tiles_and_splits() -> None:
-    for attend in (triton, in_tiny_tiles):
-        choice = table_choice(Scene([(1, 1)]))
-        tile, split_tokens = choice.decode.key_tile, choice.split_tokens
-        if attend is in_tiny_tiles:
-            tile, split_tokens = TINY_TILE, TINY_SPLIT_TOKENS
-        edges = [edge + d for edge in (tile, 3 * tile, split_tokens, 2 * split_tokens) for d in (-1, 0, 1)]
-        agrees(attend, Scene([(1, context) for context in edges], heads=(2, 1)))
-        agrees(attend, Scene([(2, context) for context in edges[:6]], heads=(2, 1)))
+@pytest.mark.parametrize(("dtype", "cache"), [(torch.float16, torch.float16), (torch.float16, torch.int8)])
+def test_contexts_around_the_edges_of_the_table_s_tiles_and_splits(dtype: torch.dtype, cache: torch.dtype) -> None:
+    choice = table_choice(Scene([(1, 1)], heads=(2, 1), dtype=dtype, cache=cache))
+    for tiles, new in ((choice.decode, 1), (choice.prefill, 2)):
+        edges = [edge + d for edge in (tiles.key_tile, 3 * tiles.key_tile) for d in (-1, 0, 1)]
+        agrees(triton, Scene([(new, context) for context in edges], heads=(2, 1), dtype=dtype, cache=cache))
+    edges = [edge + d for edge in (choice.split_tokens, 2 * choice.split_tokens) for d in (-1, 0, 1)]
+    agrees(triton, Scene([(1, context) for context in edges], heads=(2, 1), dtype=dtype, cache=cache))
+
+
+def test_contexts_around_the_edges_of_tiny_tiles_and_splits() -> None:
+    edges = [edge + d for edge in (TINY_TILE, 2 * TINY_SPLIT_TOKENS, 4 * TINY_SPLIT_TOKENS) for d in (-1, 0, 1)]
+    agrees(in_tiny_tiles, Scene([(1, context) for context in edges], heads=(2, 1)))
+    agrees(in_tiny_tiles, Scene([(2, context) for context in edges[:6]], heads=(2, 1)))
 
 
 @pytest.mark.parametrize("context", [511, 512, 513, 641])
@@ -78,13 +83,15 @@ def test_more_splits_than_are_merged_at_once(context: int) -> None:
     agrees(in_tiny_tiles, Scene([(1, context), (1, 40)], heads=(2, 1)))
 
 
-def test_prefill_around_the_edges_of_a_query_tile() -> None:
-    for heads in ((4, 4), (8, 1), (3, 1)):
-        group = heads[0] // heads[1]
-        choice = table_choice(Scene([(1, 1)], heads=heads))
-        for attend, rows in ((triton, choice.prefill.row_tile), (in_tiny_tiles, TINY_TILE)):
-            lengths = [(rows // group * n + d, rows // group * n + d + 5) for n in (1, 2) for d in (-1, 0, 1)]
-            agrees(attend, Scene(lengths if attend is in_tiny_tiles else lengths[:3], heads=heads))
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (3, 1)])
+def test_prefill_around_the_edges_of_a_query_tile(heads: tuple[int, int]) -> None:
+    group = heads[0] // heads[1]
+    choice = table_choice(Scene([(1, 1)], heads=heads, dtype=torch.float16))
+    for attend, rows, dtype in (
+        (triton, choice.prefill.row_tile, torch.float16), (in_tiny_tiles, TINY_TILE, torch.float32),
+    ):  # fmt: skip
+        lengths = [(rows // group + d, rows // group + d + 5) for d in (-1, 0, 1)]
+        agrees(attend, Scene(lengths, heads=heads, dtype=dtype))
 
 
 @pytest.mark.parametrize("split", range(1, 21))

@@ -1,6 +1,6 @@
 """Failures that attention kernels elsewhere have had, each as a statement about these.
 
-B064 and B066, offsets past 2^31, are in `test_offsets.py`; B053 is in `test_write_kv.py`.
+B064 and B066, offsets past 2^31, are in `test_offsets.py`, B053 in `test_write_kv.py`, B075 in `test_tiles.py`.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ def check(attend: Way, scene: Scene, **options: Any) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_row_does_not_depend_on_its_company(attend: Way, options: dict[str, Any]) -> None:
-    scene = Scene(LENGTHS, heads=(5, 1), dims=(24, 24), padding_rows=1)
+    # The table has larger tiles for 16 bits.
+    dtype = torch.float16 if attend is triton else torch.float32
+    scene = Scene(LENGTHS, heads=(5, 1), dims=(24, 24), dtype=dtype, padding_rows=1)
     check(attend, scene, **options)
     together = attend(**scene.arguments(), **options)
     assert not torch.equal(together[0], together[scene.starts[3]])
