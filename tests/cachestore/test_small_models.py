@@ -181,6 +181,8 @@ def difference(
     return torch.stack(differences).max().item()
 
 
+# What is broken on purpose may read free slots, and the interpreter warns of a tile that is NaN altogether.
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_over_blocks_are_those_of_transformers(
