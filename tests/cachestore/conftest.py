@@ -36,6 +36,13 @@ def make_small_runner(tmp_path_factory: pytest.TempPathFactory) -> MakeRunner:
     return _over(Model(folder, dtype="fp32", device=torch.device("cpu"), max_context_tokens=512))
 
 
+@pytest.fixture(scope="session")
+def make_windowed_runner(tmp_path_factory: pytest.TempPathFactory) -> MakeRunner:
+    """The same where every layer sees 64 tokens back."""
+    folder = save_small_model(tmp_path_factory.mktemp("small") / "mistral", "mistral", sliding_window=64)
+    return _over(Model(folder, dtype="fp32", device=torch.device("cpu"), max_context_tokens=512))
+
+
 def _over(model: Model) -> MakeRunner:
     config = model.module.config
     model.fuse()

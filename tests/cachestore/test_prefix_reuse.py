@@ -131,6 +131,20 @@ def test_b015_the_start_up_line_tells_the_smallest_prefix_that_is_reused(
     assert "10 blocks of 64, the smallest prefix that is reused" in caplog.text
 
 
+def test_b017_layers_with_a_window_reuse_the_blocks_before_the_one_that_differs(
+    make_windowed_runner: MakeRunner, make_small_runner: MakeRunner
+) -> None:
+    first = random_prompt(17, 160)
+    second = first[:150] + random_prompt(18, 20)
+    store, fresh = small_store(make_windowed_runner), small_store(make_windowed_runner)
+    store.complete(first, max_tokens=1)
+    warm, cold = store.complete(second, max_tokens=8), fresh.complete(second, max_tokens=8)
+    assert (warm.cached_tokens, cold.cached_tokens) == (144, 0)
+    assert warm.tokens == cold.tokens
+    # The window tells: with all of the same prompt in sight the answer is another.
+    assert small_store(make_small_runner).complete(second, max_tokens=8).tokens != cold.tokens
+
+
 def test_b202_another_tenants_prefix_saves_nothing() -> None:
     store = Harness(blocks=200, block_tokens=16, step_tokens=256)
     warm, other = random_prompt(1, 512), random_prompt(2, 512)
