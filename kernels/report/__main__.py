@@ -1,4 +1,4 @@
-"""Compile the kernels for targets that need not be here, and say what came out; the exit status is 1 if one is unfit."""
+"""Compile the kernels for targets that need not be here; the exit status is 1 when one of them is not fit to serve."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str], variants: Sequence[Variant] = VARIANTS) -> in
     parser.add_argument("--arch", default=",".join(TARGETS), help="targets, a comma between them (all: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print a list of rows instead of a table")
     parser.add_argument(
-        "--changed", action="store_true", help="only what was not clean before as it is now, and always one of each kind"
+        "--changed", action="store_true", help="only what was not clean already as it is, and always one of each kind"
     )
     parser.add_argument("--write-digest", action="store_true", help="remember what is clean, for --changed")
     options = parser.parse_args(arguments)

@@ -50,12 +50,13 @@ def digest(variant: Variant, target: Target) -> str:
 
 @functools.cache
 def _sources() -> str:
-    """The code of kernels and checks: what is said about it in comments and docstrings left out."""
-    backend = [file for file in sorted((REPORT.parent / "triton_backend").glob("*.py")) if "@triton.jit" in file.read_text()]
-    return "".join(_code(file) for file in [*backend, REPORT / "compile.py", REPORT / "row.py"])
+    backend = sorted((REPORT.parent / "triton_backend").glob("*.py"))
+    kernels = [file for file in backend if "@triton.jit" in file.read_text()]
+    return "".join(code(file) for file in [*kernels, REPORT / "compile.py", REPORT / "row.py"])
 
 
-def _code(file: Path) -> str:
+def code(file: Path) -> str:
+    """The code of a Python file, without comments and docstrings."""
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:

@@ -1,9 +1,11 @@
 """What is compiled: at most 60 kernels for each target, each planned by the functions that serve.
 
     head dims × cache dtypes × prefill and decode, plain, in the head ratios of models that have such heads
-    at 128: each option alone, and all together on an 8-bit cache, where a thread has most to keep in mind
-    the ends of the tile table: one KV head for many query heads, float32, a decode that is one split
+    at 128: each option alone, and all together on an 8-bit cache, where a thread has most to hold
+    the ends of the tile table: one KV head for many query heads, float32
     the merge of splits, and the write of each cache dtype
+
+A launch is made of tensors on torch's `meta` device, which have shapes and strides and no memory.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Protocol
 import torch
 
 from kernels.report.targets import Target
-from kernels.tiles import HeadShape, choose
+from kernels.tiles import Choice, HeadShape, choose
 from kernels.triton_backend.attention import attention_workspace, plan_attention
 from kernels.triton_backend.launch import Launch
 from kernels.triton_backend.write import plan_write
@@ -58,7 +60,7 @@ class Attention:
         kernel: prefill, decode or merge.
         heads: query heads, KV heads.
         cache, query: keys of DTYPES.
-        options: of window, cap, sinks, lse, full (not causal) and short (a context of one split).
+        options: of window, cap, sinks, lse, full (not causal) and short (contexts of one split).
     """
 
     kernel: str
@@ -80,6 +82,11 @@ class Attention:
     def matrix_expected(self) -> bool:
         return self.kernel != "merge" and self.query != "fp32"  # float32 products are exact: no TF32
 
+    def choice(self, target: Target) -> Choice:
+        query_bytes, cache_bytes = DTYPES[self.query].itemsize, DTYPES[self.cache].itemsize
+        shape = HeadShape(self.key_dim, self.value_dim, self.heads[0] // self.heads[1], query_bytes, cache_bytes)
+        return choose(shape, target.name, target.shared_memory_bytes)
+
     def launch(self, target: Target) -> Launch:
         query_heads, kv_heads = self.heads
         query, cache = DTYPES[self.query], DTYPES[self.cache]
@@ -91,14 +98,11 @@ class Attention:
             tokens=TOKENS, sequences=SEQUENCES, query_heads=query_heads, value_dim=self.value_dim,
             max_context_tokens=context_tokens,
         )  # fmt: skip
-        shape = HeadShape(
-            self.key_dim, self.value_dim, query_heads // kv_heads, query.itemsize, cache.itemsize
-        )
         launches = plan_attention(
             q, k_blocks, v_blocks,
             _meta(SEQUENCES, CONTEXT_TOKENS // self.block_tokens, dtype=torch.int32),
             _meta(SEQUENCES + 1, dtype=torch.int32), _meta(SEQUENCES, dtype=torch.int32),
-            choice=choose(shape, target.name, target.shared_memory_bytes),
+            choice=self.choice(target),
             scale=self.key_dim**-0.5,
             causal="full" not in self.options,
             window=4096 if "window" in self.options else None,
@@ -154,25 +158,24 @@ def _pool(
 def _variants() -> list[Variant]:
     variants: list[Variant] = []
     for kernel in ("prefill", "decode"):
-        # Plain, the way models have such heads. The formats of one width share their tiles: float16 differs from
-        # bfloat16 in the name of the product alone, float8 from int8 in the conversion, so these skip some dims.
+        # Plain, the way models have such heads. Formats of one width share their tiles: float16 differs from bfloat16
+        # in the name of the product alone and float8 from int8 in the conversion, so they skip some dims.
         for heads, key_dim, value_dim, block_tokens, caches in (
             ((32, 8), 128, 128, 16, ("bf16", "int8", "fp8")),
-            ((9, 3), 64, 64, 16, ("bf16", "fp16", "int8", "fp8")),
+            ((9, 3), 64, 64, 16, ("bf16", "int8", "fp8")),
             ((32, 32), 80, 80, 8, ("bf16", "int8")),
             ((32, 32), 96, 96, 32, ("bf16", "int8")),
             ((16, 16), 192, 128, 64, ("bf16", "int8", "fp8")),
             ((16, 8), 256, 256, 128, ("bf16", "int8", "fp8")),
         ):
             variants += [
-                Attention(kernel, key_dim, value_dim, heads, cache, "fp16" if cache == "fp16" else "bf16", block_tokens)
-                for cache in caches
+                Attention(kernel, key_dim, value_dim, heads, cache, block_tokens=block_tokens) for cache in caches
             ]
         variants += [
             Attention(kernel, 128, 128, (28, 4), "fp16", "fp16"),
             Attention(kernel, 128, 128, (28, 4), "int8", "fp16"),
-            Attention(kernel, 128, 128, (32, 1), "bf16"),
-            Attention(kernel, 128, 128, (32, 8), "fp32", "fp32"),
+            Attention(kernel, 128, 128, (64, 1), "bf16"),
+            Attention(kernel, 256, 256, (16, 8), "fp32", "fp32"),
         ]
         variants += [
             Attention(kernel, 128, 128, (32, 8), "bf16", options=frozenset([option]))
@@ -180,6 +183,7 @@ def _variants() -> list[Variant]:
         ]
         everything = frozenset(("window", "cap", "sinks", "lse"))
         variants.append(Attention(kernel, 128, 128, (32, 8), "int8", options=everything))
+    variants.append(Attention("prefill", 128, 128, (32, 8), "fp32", "fp32"))
     variants.append(Attention("merge", 128, 128, (32, 8), "bf16", options=frozenset(["lse"])))
     variants += [Write(cache) for cache in ("bf16", "fp16", "int8", "fp8")]
     return variants
