@@ -114,6 +114,7 @@ TABLE = (
     Row("sm_100", "decode", "16 bits", 128, 128, Tiles(64, 64, 4, 4), 82944),
     Row("sm_100", "decode", "16 bits", 256, 256, Tiles(64, 32, 8, 3), 99104),
     Row("sm_100", "decode", "16 bits", 576, 512, Tiles(16, 16, 8, 2), 53760),
+    Row("sm_100", "decode", "8 bits", 96, 96, Tiles(64, 32, 4, 4), 30112),
     Row("sm_100", "decode", "8 bits", 128, 128, Tiles(64, 64, 4, 4), 66848),
     Row("sm_100", "decode", "8 bits", 256, 256, Tiles(64, 32, 8, 3), 82592),
     Row("sm_100", "decode", "32 bits", 256, 256, Tiles(16, 16, 8, 1), 33856),
@@ -142,8 +143,8 @@ def choose(shape: HeadShape, target: str, shared_memory_bytes: int) -> Choice:
     Raises:
         ValueError: the table has nothing for such a head dim, or nothing that fits.
     """
-    prefill = _find(shape, target, "prefill", shared_memory_bytes)
-    decode = _find(shape, target, "decode", shared_memory_bytes)
+    prefill = find_row(shape, target, "prefill", shared_memory_bytes).tiles
+    decode = find_row(shape, target, "decode", shared_memory_bytes).tiles
     rows = min(decode.row_tile, max(16, 1 << (shape.group - 1).bit_length()))
     wide = shape.key_dim > 256
     return Choice(prefill, replace(decode, row_tile=rows), LONG_SPLIT_TOKENS if wide else SPLIT_TOKENS)
@@ -158,7 +159,8 @@ def family(target: str) -> str:
     return "sm_90" if number // 10 == 9 else "sm_100" if number // 10 in (10, 11) else "sm_80"
 
 
-def _find(shape: HeadShape, target: str, variant: Variant, shared_memory_bytes: int) -> Tiles:
+def find_row(shape: HeadShape, target: str, variant: Variant, shared_memory_bytes: int) -> Row:
+    """The first row of the table that matches and fits; arguments and errors as of `choose`."""
     dim = f"{shape.key_dim} and values of {shape.value_dim}"
     kind = "32 bits" if max(shape.query_bytes, shape.cache_bytes) > 2 else f"{8 * shape.cache_bytes} bits"
     rows = [
@@ -169,7 +171,7 @@ def _find(shape: HeadShape, target: str, variant: Variant, shared_memory_bytes: 
     ]
     for row in rows:
         if row.shared_memory_bytes <= shared_memory_bytes:
-            return row.tiles
+            return row
     if not rows:
         raise ValueError(f"no {variant} tiles for a head dim of {dim} in {kind} on {target}")
     least = min(row.shared_memory_bytes for row in rows)

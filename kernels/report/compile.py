@@ -16,7 +16,7 @@ from triton.runtime.driver import driver
 
 from kernels.report.row import Row
 from kernels.report.targets import Target
-from kernels.report.variants import Variant
+from kernels.report.variants import Attention, Variant
 
 MATRIX = {
     "cuda": re.compile(r"(?<![.\w])([A-Z]+MMA)\b"),  # HFMA2.MMA is none
@@ -64,9 +64,12 @@ def examine(variant: Variant, target: Target) -> Row:
     try:
         launch = variant.launch(target)
         row = replace(row, num_warps=launch.num_warps, num_stages=launch.num_stages)
-        if row.kernel in ("prefill", "decode"):
+        if isinstance(variant, Attention) and variant.kernel != "merge":
             shape = launch.arguments["S"]
-            row = replace(row, rows=shape.row_tile, keys=shape.key_tile)
+            row = replace(
+                row, rows=shape.row_tile, keys=shape.key_tile,
+                table_shared_memory_bytes=variant.table_row(target).shared_memory_bytes,
+            )  # fmt: skip
         binary = launch.kernel.warmup(
             **launch.arguments, grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages
         )

@@ -16,6 +16,7 @@ class Row:
         not_available: why this is not compiled for this target, and what to take instead; empty where it is.
         error: why there is no machine code; empty where there is.
         rows, keys: of a tile; 0 where there are none.
+        table_shared_memory_bytes: what `kernels.tiles` says that such tiles take at most; 0 where there are none.
         registers: per thread.
         spills: NVIDIA: loads and stores of local memory in the machine code. AMD: vector registers that went to memory.
         scalar_spills: AMD: scalar registers that went to lanes of vector registers, which is no memory.
@@ -39,6 +40,7 @@ class Row:
     spills: int = 0
     scalar_spills: int = 0
     shared_memory_bytes: int = 0
+    table_shared_memory_bytes: int = 0
     tensor_memory_columns: int = 0
     matrix_instructions: dict[str, int] = field(default_factory=dict)
     wide_loads: int = 0
@@ -59,6 +61,11 @@ def problems(row: Row) -> list[str]:
         found.append(
             f"{row.shared_memory_bytes} bytes of shared memory, {row.shared_memory_limit_bytes} are all that "
             f"{row.target} has: take a smaller tile or fewer stages"
+        )
+    if row.shared_memory_bytes > row.table_shared_memory_bytes > 0:
+        found.append(
+            f"{row.shared_memory_bytes} bytes of shared memory, where the table of tiles says that it takes at most "
+            f"{row.table_shared_memory_bytes}: correct the table"
         )
     if row.tensor_memory_columns > row.tensor_memory_limit_columns:
         found.append(

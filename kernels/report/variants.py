@@ -15,8 +15,9 @@ from typing import Protocol
 
 import torch
 
+from kernels import tiles
 from kernels.report.targets import Target
-from kernels.tiles import Choice, HeadShape, choose
+from kernels.tiles import HeadShape
 from kernels.triton_backend.attention import attention_workspace, plan_attention
 from kernels.triton_backend.launch import Launch
 from kernels.triton_backend.write import plan_write
@@ -82,10 +83,15 @@ class Attention:
     def matrix_expected(self) -> bool:
         return self.kernel != "merge" and self.query != "fp32"  # float32 products are exact: no TF32
 
-    def choice(self, target: Target) -> Choice:
+    @property
+    def shape(self) -> HeadShape:
         query_bytes, cache_bytes = DTYPES[self.query].itemsize, DTYPES[self.cache].itemsize
-        shape = HeadShape(self.key_dim, self.value_dim, self.heads[0] // self.heads[1], query_bytes, cache_bytes)
-        return choose(shape, target.name, target.shared_memory_bytes)
+        return HeadShape(self.key_dim, self.value_dim, self.heads[0] // self.heads[1], query_bytes, cache_bytes)
+
+    def table_row(self, target: Target) -> tiles.Row:
+        """The row of the tile table that this launch takes, or the decode before it."""
+        variant: tiles.Variant = "prefill" if self.kernel == "prefill" else "decode"
+        return tiles.find_row(self.shape, target.name, variant, target.shared_memory_bytes)
 
     def launch(self, target: Target) -> Launch:
         query_heads, kv_heads = self.heads
@@ -102,7 +108,7 @@ class Attention:
             q, k_blocks, v_blocks,
             _meta(SEQUENCES, CONTEXT_TOKENS // self.block_tokens, dtype=torch.int32),
             _meta(SEQUENCES + 1, dtype=torch.int32), _meta(SEQUENCES, dtype=torch.int32),
-            choice=self.choice(target),
+            choice=tiles.choose(self.shape, target.name, target.shared_memory_bytes),
             scale=self.key_dim**-0.5,
             causal="full" not in self.options,
             window=4096 if "window" in self.options else None,
