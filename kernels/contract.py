@@ -14,6 +14,8 @@ EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 # A load of a row takes 16 bytes at a time.
 ROW_ALIGNMENT_BYTES = 16
 LARGEST_DIM = 256
+# A score is capped by 1 - exp(-2 · score / cap), of which float32 keeps too little where a cap is far above a score.
+LEAST_SOFT_CAP, LARGEST_SOFT_CAP = 1e-3, 1e3
 
 
 def check_write(
@@ -83,8 +85,10 @@ def check_attention(
         raise ValueError(f"a window ({window} tokens) needs causal attention; pass window=None")
     if window is not None and window < 1:
         raise ValueError(f"a window of {window} tokens shows a query not even itself; pass at least 1")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap is {soft_cap}; pass a positive cap or None")
+    if soft_cap is not None and not LEAST_SOFT_CAP <= soft_cap <= LARGEST_SOFT_CAP:
+        raise ValueError(
+            f"soft_cap is {soft_cap}; pass one from {LEAST_SOFT_CAP:g} to {LARGEST_SOFT_CAP:g} or None"
+        )
 
 
 def check_lengths(

@@ -54,7 +54,7 @@ def paged_attention(
         query_starts: int32 [S + 1], from 0, where each sequence's rows begin.
         context_lengths: int32 [S], tokens in cache, the new ones included.
         scale: factor of q·k.
-        soft_cap: a score s becomes `soft_cap * tanh(s / soft_cap)`, before the mask.
+        soft_cap: a score s becomes `soft_cap * tanh(s / soft_cap)`, before the mask; from 0.001 to 1,000.
         sinks: float32 [H], per head one more logit without a value, neither scaled nor capped; part of lse.
         k_scales, v_scales: float32 [N, B, G], any strides, with 8-bit blocks and only with them.
         max_query_tokens, max_context_tokens: bounds on what the sequences hold.

@@ -76,7 +76,7 @@ def paged_attention(
         choice=choose(shape, *target(q.device)),
         scale=scale, causal=causal, window=window, soft_cap=soft_cap, sinks=sinks, k_scales=k_scales,
         v_scales=v_scales, max_query_tokens=max_query_tokens, max_context_tokens=max_context_tokens,
-        out=out, lse=lse, workspace=workspace[:workspace_bytes],
+        out=out, lse=lse, workspace=workspace.view(-1)[:workspace_bytes],
     )  # fmt: skip
     with on(q.device):
         for launch in launches:
@@ -139,7 +139,9 @@ def plan_attention(
         "out": out, "out_token_stride": out.stride(0), "out_head_stride": out.stride(1),
         "lse": lse, "lse_token_stride": lse.stride(0) if lse is not None else 0,
         "lse_head_stride": lse.stride(1) if lse is not None else 0,
-        "score_scale": scale * LOG2E, "soft_cap": (soft_cap or 0.0) * LOG2E, "window": window or 0,
+        "score_scale": scale * LOG2E, "soft_cap": (soft_cap or 0.0) * LOG2E,
+        # One as long as the longest context hides nothing, and positions minus it stay within 32 bits.
+        "window": min(window, max_context_tokens) if window is not None else 0,
         "tokens": tokens, "sequences": sequences,
     }  # fmt: skip
     launches = []

@@ -29,6 +29,15 @@ def test_windows_that_begin_inside_a_tile_of_keys_or_a_split(attend: Way, window
     agrees(attend, Scene([(1, 193), (6, 150)], heads=(2, 1)), window=window)
 
 
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, 2**63])
+def test_a_window_of_any_size_hides_nothing_from_a_shorter_context(attend: Way, window: int) -> None:
+    """Some rows sit before the beginning of their context, where a position minus the window is least."""
+    scene = Scene([(40, 37), (1, 75), (3, 30), (2, 0)], heads=(2, 1))
+    assert torch.equal(attend(**scene.arguments(), window=window), attend(**scene.arguments(), window=100))
+    agrees(attend, scene, window=window)
+    agrees(attend, Scene([(2, 0), (1, 0)]), window=window)
+
+
 @pytest.mark.parametrize("window", [9, 33])
 def test_blocks_outside_the_window_are_never_read(attend: Way, window: int) -> None:
     """They may be somebody else's by now: their tokens are NaN, then their table entries name no block."""
@@ -40,7 +49,7 @@ def test_blocks_outside_the_window_are_never_read(attend: Way, window: int) -> N
     agrees(attend, scene, window=window)
 
 
-@pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+@pytest.mark.parametrize("soft_cap", [1e-3, 0.5, 30.0, 1e3])
 def test_soft_caps(attend: Way, soft_cap: float) -> None:
     agrees(attend, Scene(LENGTHS), soft_cap=soft_cap)
 

@@ -159,6 +159,13 @@ def test_a_workspace_that_will_not_do_is_refused_with_the_numbers() -> None:
     triton_backend.paged_attention(**arguments, workspace=some[:needed])
 
 
+def test_a_workspace_may_have_any_dims() -> None:
+    scene = Scene([(1, 600)], heads=(2, 1))
+    flat = torch.empty(workspace_bytes(scene, 600), dtype=torch.uint8, device=DEVICE)
+    expected = triton_backend.paged_attention(**scene.arguments(), workspace=flat)
+    assert torch.equal(triton_backend.paged_attention(**scene.arguments(), workspace=flat.view(1, -1)), expected)
+
+
 def test_the_workspace_is_only_that_of_the_splits() -> None:
     """Contexts within one split need none, and PyTorch never does."""
     shape = {"tokens": 32, "sequences": 32, "query_heads": 9, "value_dim": 64}
