@@ -49,7 +49,7 @@ def test_blocks_outside_the_window_are_never_read(attend: Way, window: int) -> N
     agrees(attend, scene, window=window)
 
 
-@pytest.mark.parametrize("soft_cap", [1e-3, 0.5, 30.0, 1e3])
+@pytest.mark.parametrize("soft_cap", [1e-3, 0.5, 30.0, 300.0])
 def test_soft_caps(attend: Way, soft_cap: float) -> None:
     agrees(attend, Scene(LENGTHS), soft_cap=soft_cap)
 
