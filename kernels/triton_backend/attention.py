@@ -47,8 +47,9 @@ def paged_attention(
             it and `out` given nothing is allocated.
 
     Raises:
-        ValueError: shapes, dtypes or options that do not fit together, or a workspace that is too small. What
-            the lengths and tables hold is not looked at: that would mean to wait for the device.
+        ValueError: shapes, dtypes or options that do not fit together, a second dim that reaches past 32 bits, or a
+            workspace that is too small. What the lengths and tables hold is not looked at: that would mean to wait
+            for the device.
     """
     tokens, query_heads, key_dim = q.shape
     kv_heads, value_dim = v_blocks.shape[2:]
@@ -59,6 +60,16 @@ def paged_attention(
         causal=causal, window=window, soft_cap=soft_cap, sinks=sinks, k_scales=k_scales, v_scales=v_scales,
         out=out, lse=lse,
     )  # fmt: skip
+    for name, tensor, unit in (
+        ("k_blocks", k_blocks, 16 // k_blocks.element_size()), ("v_blocks", v_blocks, 16 // v_blocks.element_size()),
+        ("k_scales", k_scales, 1), ("v_scales", v_scales, 1), ("q", q, 1), ("out", out, 1), ("lse", lse, 1),
+    ):  # fmt: skip
+        # Blocks and rows may be any distance apart.
+        if tensor is not None and (tensor.shape[1] - 1) * tensor.stride(1) // unit >= 2**31:
+            raise ValueError(
+                f"{name} has a stride of {tensor.stride(1)} in its second dim of {tensor.shape[1]}: they must lie "
+                f"within {2**31 * unit} elements; put that dim inside the first"
+            )
     workspace_bytes = attention_workspace(
         tokens=tokens, sequences=len(context_lengths), query_heads=query_heads, value_dim=value_dim,
         max_context_tokens=max_context_tokens,

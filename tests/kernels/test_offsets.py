@@ -17,7 +17,7 @@ from kernels.copy import copy_blocks
 from tests.kernels.device import DEVICE
 from tests.kernels.memory import resident_bytes, untouched
 from tests.kernels.scene import Scene
-from tests.kernels.ways import Way
+from tests.kernels.ways import Way, triton
 
 # Blocks of 36,864 elements on both sides of 2^31 elements.
 BLOCK, FIRST = 36_864, 58_253
@@ -85,6 +85,18 @@ def test_rows_and_tables_on_both_sides_of_2_31_elements(attend: Way, lengths: li
     attend(**scene.arguments() | change, out=out, lse=far_lse)
     assert torch.equal(out, expected)
     assert torch.equal(far_lse, lse)
+
+
+@pytest.mark.parametrize("name", ["k_blocks", "v_scales", "q"])
+def test_triton_refuses_tokens_of_a_block_or_heads_too_far_apart(name: str) -> None:
+    scene = Scene([(1, 40)], heads=(17, 1), block_tokens=32, dtype=torch.bfloat16, cache=torch.int8)
+    near = scene.arguments()[name]
+    stride = 2**31 // (near.shape[1] - 1) * (16 if name == "k_blocks" else 1) + 16
+    strides = (near[0, 0].numel(), stride, *near[0, 0].contiguous().stride())
+    reach = (near.shape[1] - 1) * stride + len(near) * near[0, 0].numel()
+    far = untouched(reach, near.dtype).as_strided(near.shape, strides)
+    with pytest.raises(ValueError, match=rf"{name} has a stride of {stride} in its second dim of {near.shape[1]}"):
+        triton(**scene.arguments() | {name: far})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
