@@ -30,12 +30,13 @@ def resident_bytes() -> int:
 def walled(tensor: Tensor) -> Tensor:
     """A copy with the same strides whose last element is the last before a page that nobody may touch.
 
-    Where its length is no multiple of 16 bytes the wall is up to 15 bytes further, since rows begin on 16.
+    Rows of blocks begin on 16 bytes, so where they end elsewhere the wall is up to 15 bytes further.
     """
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() == 0:
         extent = 0
-    size = -(-extent * tensor.element_size() // 16) * 16
+    unit = 16 if tensor.ndim == 4 else tensor.element_size()
+    size = -(-extent * tensor.element_size() // unit) * unit
     pages = -(-size // _PAGE) + 1
     mapping = mmap.mmap(-1, pages * _PAGE)
     wall = ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + (pages - 1) * _PAGE

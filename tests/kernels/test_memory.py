@@ -55,16 +55,17 @@ def test_a_wall_is_a_wall() -> None:
 def test_nothing_past_the_end_of_a_tensor_is_touched(
     attend: Way, dims: tuple[int, int], cache: torch.dtype, options: dict[str, Any]
 ) -> None:
-    """Tables of exactly the entries that contexts need; the last block and slot at the end of the pool; all walled."""
+    """Tables of exactly the entries that contexts need, fewer than a tile of keys has; the last slot that is read is
+    the last of the pool; and all is walled in."""
     for lengths in ([(1, 33), (1, 40)], [(1, 33), (5, 40)]):
-        scene = Scene(lengths, dims=dims, cache=cache)
-        block, last = int(scene.tables[1, 2]), len(scene.k_blocks) - 1
+        scene = Scene(lengths, dims=dims, block_tokens=8, cache=cache)
+        block, last = int(scene.tables[1, 4]), len(scene.k_blocks) - 1
         for name in ("k_blocks", "v_blocks", "k_scales", "v_scales"):
             pool = getattr(scene, name)
             if pool is not None:
                 pool[[block, last]] = pool[[last, block]]
-        scene.tables = torch.where(scene.tables == last, block, scene.tables)[:, :3].clone()
-        scene.tables[1, 2] = last
+        scene.tables = torch.where(scene.tables == last, block, scene.tables)[:, :5].clone()
+        scene.tables[1, 4] = last
         lse = torch.full(scene.q.shape[:2], torch.nan)
         expected = attend(**scene.arguments(), **options, lse=lse)
         arguments = walled_in(scene.arguments())

@@ -6,6 +6,7 @@ The one file whose pools are not full of poison: to fill them would take more me
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 
 from kernels.copy import copy_blocks
+from kernels.triton_backend.attention import plan_attention
+from kernels.triton_backend.target import on
 from tests.kernels.device import DEVICE
 from tests.kernels.memory import resident_bytes, untouched
-from tests.kernels.scene import Scene
-from tests.kernels.ways import Way, triton
+from tests.kernels.scene import Scene, assert_close
+from tests.kernels.ways import Way, tiny_choice, triton
 
 # Blocks of 36,864 elements on both sides of 2^31 elements.
 BLOCK, FIRST = 36_864, 58_253
@@ -97,6 +100,26 @@ def test_triton_refuses_tokens_of_a_block_or_heads_too_far_apart(name: str) -> N
     far = untouched(reach, near.dtype).as_strided(near.shape, strides)
     with pytest.raises(ValueError, match=rf"{name} has a stride of {stride} in its second dim of {near.shape[1]}"):
         triton(**scene.arguments() | {name: far})
+
+
+def test_partial_results_on_both_sides_of_2_31_elements() -> None:
+    """As if there could be 2^26 splits, of which the grid has those that there are."""
+    scene = Scene([(1, 70), (1, 64)], heads=(2, 1))
+    lse = torch.full((2, 2), torch.nan, device=DEVICE)
+    options = {"causal": True, "window": None, "soft_cap": None, "sinks": None, "lse": lse}
+    out = torch.full_like(scene.q, torch.nan)
+    workspace = torch.zeros(4 * 3 * 17 * 4, dtype=torch.uint8, device=DEVICE)
+    launches = plan_attention(**scene.arguments(), **options, choice=tiny_choice(), out=out, workspace=workspace)
+    splits = 2**26
+    far = {"splits": splits, "partial_out": untouched(4 * splits * 16, torch.float32)}
+    far["partial_lse"] = untouched(4 * splits, torch.float32)
+    assert len(launches) == 2
+    for launch in launches:
+        with on(DEVICE):
+            replace(launch, arguments=launch.arguments | far).run()
+    expected, expected_lse = scene.reference()
+    assert_close(out, expected, scene.tolerance)
+    assert_close(lse, expected_lse, scene.tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
