@@ -61,13 +61,15 @@ def test_nor_over_blocks_of_another_dtype(attend: Way, dtype: torch.dtype, cache
     check(attend, Scene(lengths, heads=(5, 1), dims=(40, 16), dtype=dtype, cache=cache, padding_rows=1))
 
 
+@BY_TABLE
 @pytest.mark.parametrize("cache", [torch.float32, torch.int8])
-def test_nor_with_contexts_longer_than_a_split_of_the_table(cache: torch.dtype) -> None:
+def test_nor_with_contexts_longer_than_a_split_of_the_table(attend: Way, cache: torch.dtype) -> None:
+    """Nor, in PyTorch, than the 512 keys that its attention takes at once."""
     split_tokens = table_choice(Scene([(1, 1)], heads=(2, 1), cache=cache)).split_tokens
-    scene = Scene([(1, split_tokens + 70), (1, 90), (3, 65)], heads=(2, 1), cache=cache)
-    together = triton(**scene.arguments())
+    scene = Scene([(1, split_tokens + 70), (1, 90), (3, 65), (1, 37)], heads=(2, 1), cache=cache)
+    together = attend(**scene.arguments())
     for sequence, (first, stop) in enumerate(pairwise(scene.starts)):
-        assert torch.equal(triton(**scene.only(sequence)), together[first:stop])
+        assert torch.equal(attend(**scene.only(sequence)), together[first:stop])
 
 
 def test_nor_on_the_order_of_the_batch(attend: Way) -> None:
