@@ -1,4 +1,11 @@
-"""Compile the kernels for targets that need not be here; the exit status is 1 when one of them is not fit to serve."""
+"""Compile the kernels for targets that need not be here; the exit status is 1 when one of them is not fit to serve.
+
+    variants.py   what is compiled: a written list, each planned by the functions that serve
+    targets.py    what it is compiled for
+    row.py        what came out of one compilation, and what is wrong with it
+    compile.py    launch → machine code → row
+    digests.py    which of it has been compiled before, as it is now
+"""
 
 from __future__ import annotations
 
@@ -27,7 +34,7 @@ Job = tuple[Variant, Target]
 
 
 def main(arguments: Sequence[str], variants: Sequence[Variant] = VARIANTS) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kernels.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kernels.report", description=__doc__.partition("\n")[0])
     parser.add_argument("--arch", default=",".join(TARGETS), help="targets, a comma between them (all: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print a list of rows instead of a table")
     parser.add_argument(
