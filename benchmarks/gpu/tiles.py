@@ -17,7 +17,7 @@ from benchmarks.gpu.plan import Deadline, Plan
 from benchmarks.gpu.report import OURS, Figure, Report
 from benchmarks.gpu.step import Step, error
 from kernels.tiles import Choice, Tiles
-from kernels.triton_backend.attention import plan_attention
+from kernels.triton_backend.attention import plan_attention, split_workspace
 
 KEY_TILES, STAGES = (64, 128, 32), (2, 3, 4)
 DECODE_WARPS, PREFILL_WARPS = (4, 8, 2), (4, 8)
@@ -72,15 +72,16 @@ class Trial:
         """What gives back the result of `paged_attention` with these tiles."""
         step = self.step
         k_scales, v_scales = step.both_scales
-        splits = -(-step.context_tokens // choice.split_tokens)
-        partials = step.sequences * step.heads.query_heads * splits * (step.heads.dim + 1)
+        workspace_bytes = split_workspace(
+            step.sequences, step.heads.query_heads, step.heads.dim, step.context_tokens, choice.split_tokens
+        )
         out = torch.empty_like(step.q)
         launches = plan_attention(
             step.q, *step.keys_and_values, step.tables, step.query_starts, step.context_lengths,
             choice=choice, scale=step.scale, causal=True, window=None, soft_cap=None, sinks=None,
             k_scales=k_scales, v_scales=v_scales, max_query_tokens=step.new_tokens,
             max_context_tokens=step.context_tokens, out=out, lse=None,
-            workspace=torch.empty(partials * 4, dtype=torch.uint8, device=step.device),
+            workspace=torch.empty(workspace_bytes, dtype=torch.uint8, device=step.device),
         )  # fmt: skip
 
         def run() -> torch.Tensor:

@@ -99,7 +99,14 @@ def attention_workspace(
     *, tokens: int, sequences: int, query_heads: int, value_dim: int, max_context_tokens: int
 ) -> int:
     """Bytes of workspace that `paged_attention` wants at most for such a step: the partial results of its splits."""
-    splits = -(-max_context_tokens // shortest_split_tokens())
+    return split_workspace(sequences, query_heads, value_dim, max_context_tokens, shortest_split_tokens())
+
+
+def split_workspace(
+    sequences: int, query_heads: int, value_dim: int, max_context_tokens: int, split_tokens: int
+) -> int:
+    """Bytes of workspace for contexts in splits of `split_tokens`: float32 out and lse of each; none for one split."""
+    splits = triton.cdiv(max_context_tokens, split_tokens)
     return sequences * query_heads * splits * (value_dim + 1) * 4 if splits > 1 else 0
 
 
@@ -125,7 +132,11 @@ def plan_attention(
     lse: torch.Tensor | None,
     workspace: torch.Tensor,
 ) -> list[Launch]:
-    """The launches of one call of `paged_attention`, in order, with the tiles that are given."""
+    """The launches of one call of `paged_attention`, in order, with the tiles that are given.
+
+    Args:
+        workspace: uint8, of `split_workspace` bytes at least.
+    """
     tokens, query_heads, key_dim = q.shape
     _, block_tokens, kv_heads, value_dim = v_blocks.shape
     sequences = len(context_lengths)

@@ -194,8 +194,8 @@ def decode_kernel(
 
     Splits begin at multiples of split_tokens, those before a window left out. One that is all of its context writes
     out and lse; of several, each writes `partial_out` [sequences, query heads, splits, value dim], normalised, and
-    `partial_lse` [sequences, query heads, splits] in base 2, float32. Where no
-    prefill kernel runs, `tokens` is the number of rows of q and those past the last sequence are blanked here, else 0.
+    `partial_lse` [sequences, query heads, splits] in base 2, float32. Where no prefill kernel runs, `tokens` is the
+    number of rows of q and those past the last sequence are blanked here, else 0.
     """
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1) // S.head_tiles

@@ -5,7 +5,7 @@ A `cache` is the tuple
 
     (block table of the sequence,
      keys of the KV head, block stride, token stride, values of the KV head, block stride, token stride,
-     scales of its keys, block stride, token stride, scales of its values, block stride, token stride)
+     (scales of its keys, block stride, token stride, scales of its values, block stride, token stride))
 
 with the strides of keys and values in 16 bytes, so that the compiler knows how rows are aligned.
 """

@@ -8,32 +8,21 @@ from __future__ import annotations
 import sys
 
 import torch
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from kernels.report.compile import NoDevice
+from kernels.report.targets import TARGETS
 from kernels.tiles import HeadShape, choose
 from kernels.triton_backend.attention import attention_workspace, plan_attention
 from kernels.triton_backend.write import plan_write
 
 
-class NoDevice:
-    """What the launcher asks a driver before it would launch."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-
 def main() -> None:
     """Print each kernel's name and how many versions of it were compiled."""
-    driver.set_active(NoDevice())
+    target = TARGETS["sm_90"]
+    driver.set_active(NoDevice(target))
     k_blocks, v_blocks = (torch.empty(9, 2, 16, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
-    choice = choose(HeadShape(64, 64, 3, 2, 2), "sm_90", 232_448)
+    choice = choose(HeadShape(64, 64, 3, 2, 2), target.name, target.shared_memory_bytes)
     kernels = set()
     for tokens, sequences, entries, most_query, most_context in (
         (1, 1, 1, 1, 1), (1, 1, 40, 1, 600), (16, 16, 16, 1, 256), (17, 3, 33, 15, 513), (2048, 1, 128, 2048, 2048),
@@ -58,7 +47,7 @@ def main() -> None:
                 **launch.arguments, grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages
             )
     for kernel in kernels:
-        print(kernel.fn.__name__, len(kernel.device_caches[0][0]))
+        print(kernel.fn.__name__, len(kernel.device_caches[target.name][0]))
 
 
 if __name__ == "__main__":

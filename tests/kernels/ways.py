@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels import torch_backend, triton_backend
 from kernels.tiles import Choice, HeadShape, choose
-from kernels.triton_backend.attention import plan_attention
+from kernels.triton_backend.attention import plan_attention, split_workspace
 from kernels.triton_backend.target import on, target
 from tests.kernels.device import DEVICE
 from tests.kernels.scene import Scene, assert_close
@@ -48,9 +48,10 @@ def tiled(
     """`paged_attention` of the Triton backend with the tiles that are given; out and workspace hold NaN before."""
     if out is None:
         out = q.new_full((*q.shape[:2], v_blocks.shape[3]), torch.nan)
-    splits = -(-max_context_tokens // choice.split_tokens)
-    partials = len(context_lengths) * q.shape[1] * splits * (v_blocks.shape[3] + 1)
-    workspace = torch.full((partials,), torch.nan, device=DEVICE).view(torch.uint8)
+    workspace_bytes = split_workspace(
+        len(context_lengths), q.shape[1], v_blocks.shape[3], max_context_tokens, choice.split_tokens
+    )
+    workspace = torch.full((workspace_bytes // 4,), torch.nan, device=DEVICE).view(torch.uint8)
     options = {"causal": True, "window": None, "soft_cap": None, "sinks": None, "k_scales": None, "v_scales": None}
     launches = plan_attention(
         q=q, v_blocks=v_blocks, context_lengths=context_lengths, max_context_tokens=max_context_tokens,
