@@ -9,10 +9,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from alembic import command
 from alembic.config import Config
@@ -27,6 +28,8 @@ from gateway.http.errors import Unavailable
 from gateway.tenants.database_url import without_secrets
 
 log = logging.getLogger("saltern.gateway")
+
+T = TypeVar("T")
 
 BUSY_TIMEOUT_MS = 5000
 _RETRY_SECONDS = 0.02
@@ -50,13 +53,20 @@ class DatabaseUnavailable(Unavailable):
 class Database:
     """Transactions on one database. Sessions come from `read` and `write` and end with their block.
 
+    One transaction writes at a time: SQLite allows no second one, and who waits for it here is woken at once, while
+    SQLite would look again later.
+
     Args:
         here: SQLite's file, read in the caller's own thread; None for other databases.
+        there: the same file, written in a thread of its own.
     """
 
-    def __init__(self, engine: AsyncEngine, here: Connection | None) -> None:
+    def __init__(self, engine: AsyncEngine, here: Connection | None, there: Connection | None) -> None:
         self._engine = engine
         self._here = here
+        self._there = there
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="database") if there is not None else None
+        self._writing = asyncio.Lock()
         self._reader = async_sessionmaker(engine, expire_on_commit=False)
         self._writer = async_sessionmaker(engine.execution_options(writes=True), expire_on_commit=False)
 
@@ -83,7 +93,7 @@ class Database:
             await _first_connection(engine)
             async with engine.execution_options(writes=True).begin() as connection:
                 await connection.run_sync(_migrate)
-            database = cls(engine, _read_here(engine.url))
+            database = cls(engine, _read_here(engine.url), _write_there(engine.url))
             await database.scrub()
         except BaseException as error:
             await engine.dispose()
@@ -94,9 +104,12 @@ class Database:
         return database
 
     async def close(self) -> None:
-        if self._here is not None:
-            self._here.close()
-            self._here.engine.dispose()
+        if self._thread is not None:
+            self._thread.shutdown()
+        for connection in (self._here, self._there):
+            if connection is not None:
+                connection.close()
+                connection.engine.dispose()
         await self._engine.dispose()
 
     async def row(self, statement: Executable, values: Mapping[str, object]) -> Row[Any] | None:
@@ -137,8 +150,28 @@ class Database:
         Raises:
             DatabaseUnavailable: it is locked or gone.
         """
-        async with _unavailable(), self._writer.begin() as session:
+        async with _unavailable(), self._writing, self._writer.begin() as session:
             yield session
+
+    async def transact(self, work: Callable[[Connection], T]) -> T:
+        """One write transaction, made by a function that is given its connection: what it returns, once committed.
+
+        What many requests write goes this way: all of a transaction's statements are one hand-over to a thread.
+
+        Raises:
+            DatabaseUnavailable: it is locked or gone; most likely nothing was changed, but a commit may have been lost
+                on its way back.
+        """
+        async with _unavailable(), self._writing:
+            if self._thread is None:
+                async with self._engine.execution_options(writes=True).begin() as connection:
+                    return await connection.run_sync(work)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact_there, work)
+
+    def _transact_there(self, work: Callable[[Connection], T]) -> T:
+        assert self._there is not None
+        with self._there.begin():
+            return work(self._there)
 
     async def scrub(self) -> None:
         """Leave nothing deleted behind in SQLite's write-ahead log; `secure_delete` has zeroed the pages."""
@@ -190,9 +223,24 @@ def _configure_sqlite(connection: Any, record: object) -> None:
     cursor.close()
 
 
+def _is_file(url: URL) -> bool:
+    return url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:") and not url.query
+
+
+def _write_there(url: URL) -> Connection | None:
+    """A connection for a thread that writes, to a database that is a file of this host."""
+    if not _is_file(url):
+        return None
+    arguments = {"check_same_thread": False}  # opened and closed by another thread than the one that uses it
+    engine = create_engine(url.set(drivername="sqlite"), hide_parameters=True, connect_args=arguments)
+    event.listen(engine, "connect", _configure_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine.connect().execution_options(writes=True)
+
+
 def _read_here(url: URL) -> Connection | None:
     """A connection that waits for nobody, to a database that is a file of this host."""
-    if url.get_backend_name() != "sqlite" or url.database in (None, "", ":memory:") or url.query:
+    if not _is_file(url):
         return None
     engine = create_engine(url.set(drivername="sqlite"), hide_parameters=True, isolation_level="AUTOCOMMIT")
     connection = engine.connect()

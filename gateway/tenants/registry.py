@@ -21,7 +21,7 @@ from gateway.tenants.database import Database
 from gateway.tenants.fences import PendingFence
 from gateway.tenants.keyring import Keyring
 from gateway.tenants.minting import new_key, random_id
-from gateway.tenants.tables import ApiKey, Epoch, Fence, Tenant, utc_now
+from gateway.tenants.tables import ApiKey, Epoch, Fence, Tenant, unused_state, utc_now
 from gateway.tenants.vault import Place
 
 ACCOUNT_BYTES = 16
@@ -73,6 +73,7 @@ class Registry:
                 await session.flush()
             except IntegrityError:
                 raise NameTaken(name) from None
+            session.add(unused_state(tenant.id))
             await self._begin_epoch(session, tenant)
         return tenant
 

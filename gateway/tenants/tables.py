@@ -1,21 +1,31 @@
-"""The tables of tenants, their keys and their secrets. Times are UTC; ids are random and say nothing.
+"""The tables of tenants, their keys, their secrets and their quotas. Times are UTC; ids are random and say nothing.
 
 tenants ──< api_keys          deleted with their tenant
-   └──────< epochs            one row per salt there ever was, deleted with its tenant
+   ├──────< epochs            one row per salt there ever was, deleted with its tenant
+   ├──────< quotas            limits of a scope: a tenant, or one of its keys; a scope without limits has no row
+   └──────< quota_states      what a scope has used; a key's exists while it has limits
+gateways ─< reservations      what running requests hold; outlive their tenant, and keep their gateway's row
+usage                         what each request used, written when its reservation goes; outlives its tenant
+usage_hours                   the same, summed by tenant and hour
 admin_keys                    keys of the admin API; a tenant key is never one
 wrapped_secrets               everything the key-encryption key has wrapped: by purpose, tenant and epoch
 pending_fences                what stores still have to drop; outlives its tenant
+
+What every request writes counts time in ms since 1970: one clock for rates, windows and rows, and nothing to convert.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, DateTime, ForeignKey, LargeBinary, MetaData, String
+from sqlalchemy import JSON, BigInteger, DateTime, ForeignKey, Index, LargeBinary, MetaData, String
 from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
+
+from policies.rates import Meter
 
 NAMING_CONVENTION = {
     "ix": "ix_%(column_0_label)s",
@@ -87,9 +97,15 @@ def is_active(status: str, expires_at: datetime | None, now: datetime) -> bool:
 
 
 class ApiKey(KeyColumns, Base):
+    """`previous_digest`: of the secret before the last rotation, which opens until `previous_until`."""
+
     __tablename__ = "api_keys"
 
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    last_used_at: Mapped[datetime | None]
+    previous_digest: Mapped[bytes | None]
+    previous_pepper_version: Mapped[int | None]
+    previous_until: Mapped[datetime | None]
 
 
 class AdminKey(KeyColumns, Base):
@@ -134,3 +150,107 @@ class Fence(Base):
     account: Mapped[bytes] = mapped_column(index=True)
     epoch: Mapped[int | None]
     created_at: Mapped[datetime]
+
+
+class ScopeColumns:
+    """A scope is what has limits: a tenant, or one of its keys. `scope` is the id of either."""
+
+    scope: Mapped[str] = mapped_column(String(32), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    key_id: Mapped[str | None] = mapped_column(ForeignKey("api_keys.id", ondelete="CASCADE"), index=True)
+
+
+class Quota(ScopeColumns, Base):
+    """Limits; NULL is none. `cached_token_weight` in thousandths. A key has rates, budgets and concurrency only."""
+
+    __tablename__ = "quotas"
+
+    requests_per_minute: Mapped[int | None]
+    tokens_per_minute: Mapped[int | None]
+    concurrent_requests: Mapped[int | None]
+    tokens_per_day: Mapped[int | None]
+    tokens_per_month: Mapped[int | None]
+    time_zone: Mapped[str] = mapped_column(String(64))
+    max_context_tokens: Mapped[int | None]
+    max_output_tokens: Mapped[int | None]
+    models: Mapped[list[str] | None]
+    cached_token_weight: Mapped[int]
+
+
+class QuotaState(ScopeColumns, Base):
+    """The columns of `policies.rates.Meter`."""
+
+    __tablename__ = "quota_states"
+
+    requests_level: Mapped[int]
+    tokens_level: Mapped[int]
+    at_ms: Mapped[int]
+    tokens_charged: Mapped[int]
+    day: Mapped[int]
+    day_used: Mapped[int]
+    month: Mapped[int]
+    month_used: Mapped[int]
+
+
+def unused_state(tenant_id: str, key_id: str | None = None) -> QuotaState:
+    """Of a tenant, or of one of its keys, that has used nothing."""
+    return QuotaState(scope=key_id or tenant_id, tenant_id=tenant_id, key_id=key_id, **dataclasses.asdict(Meter()))
+
+
+class GatewayRow(Base):
+    """A gateway that has reservations, or may have. `beats` changes as long as it lives."""
+
+    __tablename__ = "gateways"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    beats: Mapped[int]
+
+
+class Reservation(Base):
+    """A running request: its place among the concurrent ones, and the most that it can cost.
+
+    `tenant_mark`, `key_mark`: where the charge stands in the meter of the scope; NULL where that has no token rate.
+    """
+
+    __tablename__ = "reservations"
+    __table_args__ = (
+        Index("ix_reservations_tenant_id", "tenant_id", "amount"),
+        Index("ix_reservations_key_id", "key_id", "amount"),
+    )
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    gateway_id: Mapped[str] = mapped_column(ForeignKey("gateways.id"), index=True)
+    tenant_id: Mapped[str] = mapped_column(String(32))
+    key_id: Mapped[str] = mapped_column(String(32))
+    amount: Mapped[int]
+    tenant_mark: Mapped[int | None]
+    key_mark: Mapped[int | None]
+
+
+class UsageColumns:
+    """Tokens as they were counted; `cost` in tokens as budgets count them, cached ones at their weight."""
+
+    input_tokens: Mapped[int]
+    cached_tokens: Mapped[int]
+    output_tokens: Mapped[int]
+    cost: Mapped[int]
+
+
+class Usage(UsageColumns, Base):
+    """`id` is that of the reservation. `outcome`: finished, cancelled, refused, failed or lost."""
+
+    __tablename__ = "usage"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(String(32))
+    key_id: Mapped[str] = mapped_column(String(32))
+    at_ms: Mapped[int]
+    outcome: Mapped[str] = mapped_column(String(16))
+
+
+class UsageHour(UsageColumns, Base):
+    __tablename__ = "usage_hours"
+
+    tenant_id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    hour_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    requests: Mapped[int]

@@ -41,7 +41,7 @@ async def test_two_gateways_that_start_at_once_migrate_once(tmp_path: Path) -> N
     both = await asyncio.gather(*(Database.open(database_url(tmp_path)) for _ in range(2)))
     for database in both:
         async with database.read() as session:
-            assert (await session.scalars(text("SELECT version_num FROM alembic_version"))).all() == ["0001"]
+            assert (await session.scalars(text("SELECT version_num FROM alembic_version"))).all() == ["0002"]
         await database.close()
 
 
@@ -51,7 +51,7 @@ async def test_a_newer_schema_is_refused_naming_both(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "saltern.db") as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     connection.close()
-    with pytest.raises(SchemaTooNew, match=r"9999.*0001"):
+    with pytest.raises(SchemaTooNew, match=r"9999.*0002"):
         await Database.open(database_url(tmp_path))
 
 
