@@ -20,6 +20,7 @@ from gateway.store_link import StoreLink, StoreUnavailable
 from gateway.telemetry.telemetry import Telemetry
 from gateway.tenants.database import Database
 from gateway.tenants.directory import Directory
+from gateway.tenants.quotas import Quotas
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Gateway:
     """Everything of a running gateway. `tenant_app` and `admin_app` are ASGI applications, one per listener."""
 
     directory: Directory
+    quotas: Quotas
     link: StoreLink
     completions: Completions
     tenant_app: Router
@@ -57,12 +59,15 @@ async def open_gateway(
             totals=link.totals,
             unwrap_failures=lambda: directory.keyring.unwrap_failures,
         )
-        completions = Completions(directory, link)
+        quotas = Quotas(database)
+        await quotas.start()
+        completions = Completions(directory, quotas, link)
         health = Health(link, completions)
         connecting = asyncio.create_task(link.run())
         try:
             yield Gateway(
                 directory,
+                quotas,
                 link,
                 completions,
                 tenant_app=_router(
@@ -85,6 +90,7 @@ async def open_gateway(
             with contextlib.suppress(asyncio.CancelledError):
                 await connecting
             completions.close()
+            await quotas.close()
     finally:
         await database.close()
 

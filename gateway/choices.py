@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from gateway.generation import Answer
 from gateway.http.answers import FinishReason, Usage
 from gateway.prompt.returned import ReturnedToken
-from gateway.prompt.tokens import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +32,27 @@ class Choices:
     """Runs the submissions of one request.
 
     Args:
-        submit: submits a prompt as its choice number i and answers once the store has admitted it.
+        submit: submits prompt number p as its choice number i and answers once the store has admitted it.
+        prompts: how many.
         closing: holds the tasks that end requests at the store; they outlive this one.
     """
 
     def __init__(
         self,
-        submit: Callable[[Prompt, int], Awaitable[Answer]],
-        prompts: Sequence[Prompt],
+        submit: Callable[[int, int], Awaitable[Answer]],
+        prompts: int,
         n: int,
         closing: set[asyncio.Task[None]],
     ) -> None:
-        self.count = len(prompts) * n
+        self.count = prompts * n
         self._submit = submit
         self._n = n
         self._closing = closing
         self._answers: dict[int, Answer] = {}
         self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        self._admissions = [loop.create_future() for _ in prompts]
-        self._tasks = [
-            loop.create_task(self._prompt(number, prompt)) for number, prompt in enumerate(prompts)
-        ]
+        self._admissions = [loop.create_future() for _ in range(prompts)]
+        self._tasks = [loop.create_task(self._prompt(number)) for number in range(prompts)]
 
     async def admitted(self) -> None:
         """Wait until the first choice of every prompt runs. Raises what refused one of them."""
@@ -99,21 +97,25 @@ class Choices:
         for admission in self._admissions:
             admission.cancel()
 
-    async def _prompt(self, number: int, prompt: Prompt) -> None:
+    async def ended(self) -> None:
+        """Wait until nothing is submitted any more."""
+        await asyncio.wait(self._tasks)
+
+    async def _prompt(self, number: int) -> None:
         begun = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._choice(number, 0, prompt, begun))
+                group.create_task(self._choice(number, 0, begun))
                 if self._n > 1:
                     await begun.wait()
                     for choice in range(1, self._n):
-                        group.create_task(self._choice(number, choice, prompt, begun))
+                        group.create_task(self._choice(number, choice, begun))
         except* Exception as errors:
             self.interrupt(errors.exceptions[0])
 
-    async def _choice(self, number: int, choice: int, prompt: Prompt, begun: asyncio.Event) -> None:
+    async def _choice(self, number: int, choice: int, begun: asyncio.Event) -> None:
         index = number * self._n + choice
-        answer = await self._submit(prompt, choice)
+        answer = await self._submit(number, choice)
         self._answers[index] = answer
         try:
             if not choice and not (admission := self._admissions[number]).done():

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated, Any
@@ -24,8 +25,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import generation
+from gateway.bill import Bill, Bounds, context_length_exceeded, granted_tokens
 from gateway.choices import Choices, Piece
-from gateway.generation import Answer, context_length_exceeded
+from gateway.generation import Admitted, Answer
 from gateway.http import sse
 from gateway.http.answers import (
     AssistantMessage,
@@ -46,6 +48,8 @@ from gateway.http.errors import JSON, ApiError
 from gateway.http.fields import ignored_fields_header, other_fields
 from gateway.http.routing import Route
 from gateway.http.shapes import ChatRequest, CompletionRequest, Generation, read_generation_request
+from gateway.naming import Naming
+from gateway.prompt.block_keys import Context
 from gateway.prompt.memory import Owner
 from gateway.prompt.returned import ReturnedToken
 from gateway.prompt.template import strings_in
@@ -54,6 +58,9 @@ from gateway.served_model import ServedModel
 from gateway.store_link import Connection, StoreLink, StoreUnavailable
 from gateway.telemetry.record import Operation, Prepared, RequestRecord, Span, now_ns
 from gateway.tenants.directory import Directory, Principal
+from gateway.tenants.keyring import SaltUnavailable
+from gateway.tenants.ledger import Outcome
+from gateway.tenants.quotas import Allowance, Quotas
 from gateway.told import Told
 
 log = logging.getLogger("saltern.gateway")
@@ -166,9 +173,10 @@ class Completions:
         draining: new requests are refused with 503.
     """
 
-    def __init__(self, directory: Directory, link: StoreLink) -> None:
+    def __init__(self, directory: Directory, quotas: Quotas, link: StoreLink) -> None:
         self.draining = False
         self._directory = directory
+        self._quotas = quotas
         self._link = link
         self._pool = ThreadPoolExecutor(TOKENISING_THREADS, thread_name_prefix="tokenise")
         # One thread per tenant at a time: a tenant's long prompts queue behind each other, not before others'.
@@ -206,16 +214,20 @@ class Completions:
         ]
 
     async def models(self, request: Request) -> Response:
-        model = self._link.connection().model
-        return Response(msgspec.json.encode(ModelList([Model(model.name, model.created)])), media_type=JSON)
+        model, principal = self._link.connection().model, request.state.principal
+        allowance = await self._quotas.allowance(principal.tenant_id)
+        models = [Model(model.name, model.created)] if allowance.allows(model.name) else []
+        return Response(msgspec.json.encode(ModelList(models)), media_type=JSON)
 
     async def model(self, request: Request) -> Response:
-        model = self._serving(request.path_params["model"]).model
+        allowance = await self._quotas.allowance(request.state.principal.tenant_id)
+        model = self._serving(request.path_params["model"], allowance).model
         return Response(msgspec.json.encode(Model(model.name, model.created)), media_type=JSON)
 
     async def chat(self, request: Request) -> ASGIApp:
+        allowance = await self._look(request)
         body, ignored = read_generation_request(await read_object(request), ChatRequest)
-        connection = self._serving(body.model)
+        connection = self._serving(body.model, allowance)
         model, wanted, principal = connection.model, body.generation(), request.state.principal
         _note(request.state.record, model, ChatShape, wanted)
         messages, rendering = body.conversation(), body.rendering()
@@ -226,11 +238,12 @@ class Completions:
         def tokenise() -> list[Prompt]:
             return [model.template.prompt(messages, lambda segments: model.memory.recall(owner, segments), rendering)]
 
-        return self._respond(request, connection, ChatShape, wanted, ignored, tokenise)
+        return self._respond(request, connection, allowance, ChatShape, wanted, ignored, tokenise)
 
     async def text(self, request: Request) -> ASGIApp:
+        allowance = await self._look(request)
         body, ignored = read_generation_request(await read_object(request), CompletionRequest)
-        connection = self._serving(body.model)
+        connection = self._serving(body.model, allowance)
         model, wanted, prompts = connection.model, body.generation(), body.prompts()
         _note(request.state.record, model, TextShape, wanted)
         # Before anything is tokenised.
@@ -239,33 +252,42 @@ class Completions:
             if isinstance(prompt, str):
                 _check_size(model, len(prompt.encode("utf-8")))
             else:
-                generation.granted_tokens(model, len(prompt), None)
+                granted_tokens(model, allowance, len(prompt), None)
 
         def tokenise() -> list[Prompt]:
             tokenizer = model.tokenizer
             return [tokenizer.completion(p) if isinstance(p, str) else tokenizer.given(p) for p in prompts]
 
-        return self._respond(request, connection, TextShape, wanted, ignored, tokenise)
+        return self._respond(request, connection, allowance, TextShape, wanted, ignored, tokenise)
 
-    def _serving(self, model: str) -> Connection:
+    async def _look(self, request: Request) -> Allowance:
+        """Before the body is read: who has nothing left is refused, and nothing is charged."""
+        principal: Principal = request.state.principal
+        return await self._quotas.look(principal.tenant_id, principal.key_id)
+
+    def _serving(self, model: str, allowance: Allowance) -> Connection:
         if self.draining:
             raise _shutting_down()
         connection = self._link.connection()
         if model != connection.model.name:
             message = f"There is no such model here; this server has {connection.model.name}."
             raise ApiError(404, message, code="model_not_found", param="model")
+        if not allowance.allows(model):
+            raise ApiError(403, "This tenant may not use this model.", "permission_error", param="model")
         return connection
 
     def _respond(
         self,
         request: Request,
         connection: Connection,
+        allowance: Allowance,
         shape: Shape,
         wanted: Generation,
         ignored: tuple[str, ...],
         tokenise: Callable[[], list[Prompt]],
     ) -> ASGIApp:
-        generation.check_token_ids(connection.model, wanted)
+        model = connection.model
+        generation.check_token_ids(model, wanted)
         principal: Principal = request.state.principal
         record: RequestRecord = request.state.record
 
@@ -276,34 +298,74 @@ class Completions:
             start_ns = now_ns()
             prompts = await self._tokenised(principal, tokenise)
             record.prepared = Span(start_ns, now_ns()), _prepared(prompts, record.block_tokens)
+            generation.check_vocabulary(model, prompts)
+            bounds = Bounds.of(model, allowance, prompts, wanted)
+            context = Context.of_store(model.store, wanted.scope)
+            naming = Naming(self._directory, principal.tenant_id, context, prompts)
+            with contextlib.suppress(SaltUnavailable):
+                # Before the reservation, so that nothing takes time between it and the store.
+                await naming.all(principal.epoch)
+            bill = await Bill.open(self._quotas, principal, bounds, record)
             seed = secrets.randbits(64) if wanted.seed is None else wanted.seed
-
-            async def submit(prompt: Prompt, choice: int) -> Answer:
-                return await generation.start(
-                    self._directory, connection, principal, prompt, wanted, seed, choice, record
-                )
-
-            choices = Choices(submit, prompts, wanted.n, self._closing)
-            told = Told(
-                connection.model.tokenizer, wanted.logprobs is not None, wanted.token_ids, prompts, wanted.n
+            admitted = Admitted(
+                self._directory, connection, principal, bill.standing, prompts, naming, wanted, seed, record
             )
-            head = Head(f"{shape.id_prefix}{secrets.token_hex(12)}", int(time.time()), connection.model.name, told)
-            headers = ignored_fields_header(ignored)
+
+            async def submit(number: int, choice: int) -> Answer:
+                return await generation.start(admitted, number, choice, bill.caps[number])
+
+            choices = Choices(submit, len(prompts), wanted.n, self._closing)
+            told = Told(model.tokenizer, wanted.logprobs is not None, wanted.token_ids, prompts, wanted.n)
+            head = Head(f"{shape.id_prefix}{secrets.token_hex(12)}", int(time.time()), model.name, told)
+            headers = ignored_fields_header(ignored) | dict(bill.headers)
+            pieces = self._pieces(choices, bill, record)
             self._choices.add(choices)
             try:
-                await choices.admitted()
+                async with self._settled_on_error(choices, bill, record):
+                    await choices.admitted()
                 record.response_id = head.id
                 if wanted.stream:
-                    await _stream(send, choices, shape, head, wanted, headers, record)
+                    await _stream(send, choices, pieces, shape, head, wanted, headers, record)
                 else:
-                    response = await _whole(choices, shape, head, headers)
+                    response = await _whole(choices, pieces, shape, head, headers)
                     await response(scope, receive, send)
             finally:
                 self._choices.discard(choices)
                 record.finish_reasons = choices.finish_reasons()
                 choices.close()
+                if not bill.is_settled:
+                    # All other ends were settled before they were told; to this client nothing is.
+                    self._settle(choices, bill, "cancelled")
 
         return respond
+
+    async def _pieces(self, choices: Choices, bill: Bill, record: RequestRecord) -> AsyncIterator[Piece]:
+        """The pieces of all choices. What they used is booked before their end, or an error, is told."""
+        async with self._settled_on_error(choices, bill, record):
+            async for piece in choices.pieces():
+                yield piece
+        await self._settle(choices, bill, "finished")
+
+    @asynccontextmanager
+    async def _settled_on_error(self, choices: Choices, bill: Bill, record: RequestRecord) -> AsyncIterator[None]:
+        try:
+            yield
+        except Exception:
+            choices.close()
+            await self._settle(choices, bill, "failed" if record.started else "refused")
+            raise
+
+    def _settle(self, choices: Choices, bill: Bill, outcome: Outcome) -> asyncio.Future[None]:
+        """In a task of its own: whoever waits for it may be cancelled, and this must not be."""
+
+        async def settle() -> None:
+            await choices.ended()
+            await bill.settle(outcome)
+
+        settling = asyncio.create_task(settle())
+        self._closing.add(settling)
+        settling.add_done_callback(self._closing.discard)
+        return asyncio.shield(settling)
 
     async def _tokenised(self, principal: Principal, tokenise: Callable[[], list[Prompt]]) -> list[Prompt]:
         turn = self._turns.setdefault(principal.tenant_id, asyncio.Lock())
@@ -388,9 +450,11 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _whole(choices: Choices, shape: Shape, head: Head, headers: dict[str, str]) -> Response:
+async def _whole(
+    choices: Choices, pieces: AsyncIterator[Piece], shape: Shape, head: Head, headers: dict[str, str]
+) -> Response:
     collected = [Collected() for _ in range(choices.count)]
-    async for piece in choices.pieces():
+    async for piece in pieces:
         choice = collected[piece.index]
         choice.text += piece.text
         choice.tokens += piece.tokens
@@ -402,6 +466,7 @@ async def _whole(choices: Choices, shape: Shape, head: Head, headers: dict[str, 
 async def _stream(
     send: Send,
     choices: Choices,
+    pieces: AsyncIterator[Piece],
     shape: Shape,
     head: Head,
     wanted: Generation,
@@ -419,7 +484,7 @@ async def _stream(
     none_yet = None if wanted.include_usage else msgspec.UNSET
     opened: set[int] = set()
     try:
-        async for piece in _with_keepalive(choices.pieces()):
+        async for piece in _with_keepalive(pieces):
             if piece is None:
                 await say(sse.KEEPALIVE)
                 continue

@@ -2,8 +2,8 @@
 
     Prompt ─ name_blocks ─► AlignedPrompt ─ Submit ─► Answer ─► pieces of text ─ Finished ─ last Seal ─► Usage
 
-Key status, tenant status and epoch are read after the blocks are named and right before `Submit`, so that what was
-admitted after a rotation has the new epoch, whichever gateway took it.
+Key status, tenant status and epoch are read with the reservation, after the blocks are named and right before `Submit`,
+so that what was admitted after a rotation has the new epoch, whichever gateway took it.
 """
 
 from __future__ import annotations
@@ -12,23 +12,26 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from cachestore.client import Event, Output, StoreLost, StoreRequest
 from cachestore.protocol import Counts, Finished, Rejected, Sampling, Started
+from gateway.bill import context_length_exceeded
 from gateway.http.answers import FinishReason, Usage
 from gateway.http.errors import ApiError, bad_value
 from gateway.http.shapes import MAX_SUBMISSIONS, Generation
-from gateway.prompt.align import name_blocks, u32le
-from gateway.prompt.block_keys import ChainKey, Context
+from gateway.naming import Naming
+from gateway.prompt.align import u32le
+from gateway.prompt.block_keys import ChainKey
 from gateway.prompt.memory import Owner
 from gateway.prompt.returned import Part, ReturnedText
 from gateway.prompt.tokens import Prompt, Segment
 from gateway.served_model import ServedModel
 from gateway.store_link import Connection, StoreUnavailable
 from gateway.telemetry.record import RequestRecord, Submission, now_ns
-from gateway.tenants.directory import Directory, Principal
+from gateway.tenants.directory import Directory, Principal, Standing
 from gateway.tenants.keyring import SaltUnavailable
 
 log = logging.getLogger("saltern.gateway")
@@ -37,29 +40,6 @@ QUEUE_WAIT_SECONDS = 30
 ATTEMPTS = 4
 # A store that got `Abort` answers `Finished` after the step it is in.
 FINISH_WAIT_SECONDS = 10
-
-def context_length_exceeded(message: str) -> ApiError:
-    return ApiError(400, message, code="context_length_exceeded")
-
-
-def granted_tokens(model: ServedModel, prompt_tokens: int, wanted: int | None) -> int:
-    """The output cap: what was asked for, or what is left of the context.
-
-    Raises:
-        ApiError: 400 context_length_exceeded, with the numbers.
-    """
-    context = model.context_tokens
-    if prompt_tokens >= context:
-        raise context_length_exceeded(
-            f"The prompt has {prompt_tokens} tokens and the context is {context}: shorten it so that at least one "
-            "token can follow."
-        )
-    if wanted is not None and prompt_tokens + wanted > context:
-        raise context_length_exceeded(
-            f"The prompt has {prompt_tokens} tokens and up to {wanted} were asked for, {prompt_tokens + wanted} "
-            f"together; the context is {context}. Shorten the prompt or ask for at most {context - prompt_tokens}."
-        )
-    return context - prompt_tokens if wanted is None else wanted
 
 
 def check_submissions(prompts: int, n: int) -> None:
@@ -84,38 +64,50 @@ def check_token_ids(model: ServedModel, generation: Generation) -> None:
             raise bad_value(name, f"{name} names a token that this model lacks; its token ids are 0 to {last}.")
 
 
-async def start(
-    directory: Directory,
-    connection: Connection,
-    principal: Principal,
-    prompt: Prompt,
-    generation: Generation,
-    seed: int,
-    choice: int,
-    record: RequestRecord,
-) -> Answer:
-    """Submit the prompt as a choice of its request and wait until the store has admitted it.
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that has its reservation: what all of its submissions share.
 
-    Each choice samples with a seed of its own, `seed` + `choice` modulo 2^64.
+    Attributes:
+        standing: account and epoch as the reservation's transaction read them.
+        seed: of the first choice; each other samples with one of its own, `seed` + choice modulo 2^64.
+    """
+
+    directory: Directory
+    connection: Connection
+    principal: Principal
+    standing: Standing
+    prompts: Sequence[Prompt]
+    naming: Naming
+    generation: Generation
+    seed: int
+    record: RequestRecord
+
+
+def check_vocabulary(model: ServedModel, prompts: Sequence[Prompt]) -> None:
+    """
+    Raises:
+        ApiError: 400 for a token that the model lacks; the store takes it for a broken gateway and drops the
+            connection, everybody's requests with it.
+    """
+    last = model.store.limits.vocabulary_tokens - 1
+    if (highest := max(max(prompt.tokens) for prompt in prompts)) > last:
+        raise ApiError(400, f"The prompt has token {highest}, and the model's last one is {last}.")
+
+
+async def start(admitted: Admitted, number: int, choice: int, max_tokens: int) -> Answer:
+    """Submit prompt `number` as a choice of its request and wait until the store has admitted it.
 
     Raises:
         ApiError: 400 too long, 401 the key is no longer active, 503 no salt, no store or no room in time.
     """
-    model = connection.model
-    if (highest := max(prompt.tokens)) >= model.store.limits.vocabulary_tokens:
-        # The store takes such an id for a broken gateway and drops the connection, everybody's requests with it.
-        last = model.store.limits.vocabulary_tokens - 1
-        raise ApiError(400, f"The prompt has token {highest}, and the model's last one is {last}.")
-    max_tokens = granted_tokens(model, len(prompt.tokens), generation.max_tokens)
-    if generation.min_tokens > max_tokens:
-        message = f"min_tokens is {generation.min_tokens} and an answer may have {max_tokens} tokens; ask for no more."
-        raise bad_value("min_tokens", message)
-    context = Context.of_store(model.store, generation.scope)
+    connection, generation, principal = admitted.connection, admitted.generation, admitted.principal
+    model, prompt = connection.model, admitted.prompts[number]
     sampling = Sampling(
         temperature=generation.temperature,
         top_k=generation.top_k,
         top_p=generation.top_p,
-        seed=(seed + choice) % (1 << 64),
+        seed=(admitted.seed + choice) % (1 << 64),
         stop_token_ids=_end_ids(model, generation),
         min_p=generation.min_p,
         presence_penalty=generation.presence_penalty,
@@ -126,26 +118,23 @@ async def start(
         logprobs=generation.logprobs,
     )
     deadline_ns = time.monotonic_ns() + QUEUE_WAIT_SECONDS * 1_000_000_000
-    epoch = principal.epoch
-    # Prepared afresh when the epoch moves between naming and the store.
+    standing = admitted.standing
+    # Prepared afresh when the epoch moves between the reservation and the store.
     for _ in range(ATTEMPTS):
         try:
-            chain = ChainKey(await directory.salt(principal.tenant_id, epoch), context)
-            aligned = await name_blocks(prompt.tokens, chain)
+            chain, aligned = await admitted.naming.of(number, standing.epoch)
         except SaltUnavailable:
             # A rotation destroys the old salt: an error only if there was none.
-            if (await directory.standing(principal)).epoch == epoch:
-                log.error("no salt of tenant %s opens for epoch %d: requests are refused", principal.tenant_id, epoch)
+            before, standing = standing, await admitted.directory.standing(principal)
+            if standing.epoch == before.epoch:
+                log.error("no salt of tenant %s opens for epoch %d", principal.tenant_id, before.epoch)
                 raise
-        named_epoch, standing = epoch, await directory.standing(principal)
-        epoch = standing.epoch
-        if epoch != named_epoch:
             continue
         queued_ns = now_ns()
         try:
             request = connection.client.submit(
                 account=standing.account,
-                epoch=epoch,
+                epoch=standing.epoch,
                 tokens=aligned.tokens,
                 keys=aligned.keys,
                 sampling=sampling,
@@ -155,14 +144,15 @@ async def start(
         except StoreLost:
             # Lost while the prompt was made ready: whatever ended the store, this request was not it.
             raise StoreUnavailable("The model is not available at the moment. Try again in a second.") from None
-        owner = Owner(standing.account, epoch, generation.scope)
-        submission = record.submission(len(prompt.tokens), first=choice == 0, queued_ns=queued_ns)
+        owner = Owner(standing.account, standing.epoch, generation.scope)
+        submission = admitted.record.submission(len(prompt.tokens), first=choice == 0, queued_ns=queued_ns)
         answer = Answer(connection, owner, prompt, generation, chain, request, aligned.keys, submission)
         rejected = await answer.admitted()
         if rejected is None:
             return answer
         if rejected.code not in ("stale_epoch", "unknown_account"):
             raise _refusal(rejected)
+        standing = await admitted.directory.standing(principal)
     raise StoreUnavailable("The tenant's salt is being rotated. Try again in a second.")
 
 

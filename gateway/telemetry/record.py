@@ -6,6 +6,7 @@ client has left. Then it is handed to whoever observes, once.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,15 +89,15 @@ class Submission:
 
     def _end(self, ended_ns: int) -> None:
         self.ended_ns = ended_ns
-        self._record.release()
+        self._record.submission_ended()
 
 
 class RequestRecord:
-    """One request. Whoever makes it calls `release` when its response is over.
+    """One request. Whoever makes it or holds it calls `release` when its part is over.
 
     Attributes:
         route: the template that matched, None where none did.
-        authenticated, prepared: when that was done.
+        authenticated, prepared, reserved, settled: when that was done; `reserved` with whose limit refused it.
         generation: how to generate, once the request is known to be for the served model.
         status: of the response; 0 as long as there is none.
         disconnected: the client left before the end.
@@ -123,6 +124,8 @@ class RequestRecord:
         self.tenant_id: str | None = None
         self.authenticated: Span | None = None
         self.prepared: tuple[Span, Prepared] | None = None
+        self.reserved: tuple[Span, str | None] | None = None
+        self.settled: Span | None = None
         self.operation: Operation = "chat"
         self.model: str | None = None
         self.generation: Generation | None = None
@@ -134,20 +137,35 @@ class RequestRecord:
         self.failure: str | None = None
         self.submissions: list[Submission] = []
         self._observe = observe
-        # The response, and each submission.
+        # The response, each submission, and a reservation.
         self._held = 1
+        self._ended = asyncio.Event()
 
     def submission(self, prompt_tokens: int, *, first: bool, queued_ns: int) -> Submission:
         """One that was sent to the store. `queued_ns`: before it was, as the store may be quick."""
         submission = Submission(self, prompt_tokens, first=first, queued_ns=queued_ns)
         self.submissions.append(submission)
-        self._held += 1
+        self.hold()
         return submission
+
+    async def submissions_ended(self) -> None:
+        """Wait until the store is done with all of them; nothing may be submitted any more."""
+        while not all(submission.ended_ns for submission in self.submissions):
+            self._ended.clear()
+            await self._ended.wait()
 
     def fail(self, error: ApiError) -> None:
         """What the client is told; of the store's own reasons the last."""
         reasons = [submission.refusal for submission in self.submissions if submission.refusal]
         self.failure = reasons[-1] if reasons else error.code or str(error.status)
+
+    def submission_ended(self) -> None:
+        self._ended.set()
+        self.release()
+
+    def hold(self) -> None:
+        """One more has to `release` it before it is over."""
+        self._held += 1
 
     def release(self) -> None:
         self._held -= 1

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -112,8 +112,18 @@ class Database:
                 connection.engine.dispose()
         await self._engine.dispose()
 
+    @property
+    def dialect(self) -> str:
+        """sqlite or postgresql."""
+        return self._engine.dialect.name
+
     async def row(self, statement: Executable, values: Mapping[str, object]) -> Row[Any] | None:
-        """The one row of a statement, or None: a consistent view by itself, without a transaction around it.
+        """The one row of a statement, or None. As `rows`."""
+        found = await self.rows(statement, values)
+        return found[0] if found else None
+
+    async def rows(self, statement: Executable, values: Mapping[str, object]) -> Sequence[Row[Any]]:
+        """The rows of a statement: a consistent view by itself, without a transaction around it.
 
         What every request asks goes this way. SQLite answers in a few hundredths of a millisecond, much less than it
         takes to hand a question to another thread; where it would have to wait, it is asked there after all.
@@ -127,11 +137,9 @@ class Database:
         """
         if self._here is not None:
             with contextlib.suppress(OperationalError):
-                row: Row[Any] | None = self._here.execute(statement, values).one_or_none()
-                return row
+                return self._here.execute(statement, values).all()
         async with self.read() as session:
-            row = (await session.execute(statement, values)).one_or_none()
-            return row
+            return (await session.execute(statement, values)).all()
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:

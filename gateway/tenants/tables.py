@@ -207,7 +207,7 @@ class GatewayRow(Base):
 
 
 class Reservation(Base):
-    """A running request: its place among the concurrent ones, and the most that it can cost.
+    """A running request: its place among the concurrent ones, and `amount`, the most that it can cost.
 
     `tenant_mark`, `key_mark`: where the charge stands in the meter of the scope; NULL where that has no token rate.
     """
@@ -222,6 +222,7 @@ class Reservation(Base):
     gateway_id: Mapped[str] = mapped_column(ForeignKey("gateways.id"), index=True)
     tenant_id: Mapped[str] = mapped_column(String(32))
     key_id: Mapped[str] = mapped_column(String(32))
+    prompt_tokens: Mapped[int]
     amount: Mapped[int]
     tenant_mark: Mapped[int | None]
     key_mark: Mapped[int | None]

@@ -70,6 +70,7 @@ def upgrade() -> None:
         _id("gateway_id"),
         _id("tenant_id"),
         _id("key_id"),
+        _number("prompt_tokens"),
         _number("amount"),
         _number("tenant_mark", nullable=True),
         _number("key_mark", nullable=True),

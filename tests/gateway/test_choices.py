@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from gateway.choices import Choices, Piece
 from gateway.http.answers import Usage
 from gateway.http.errors import ApiError
 from gateway.prompt.returned import Part, ReturnedToken
-from gateway.prompt.tokens import Prompt
 from tests.system.scripted import until
 
 pytestmark = pytest.mark.anyio
@@ -68,10 +66,11 @@ class Store:
         self.answers: dict[tuple[int, int], Answer] = {}
         self.admits: dict[tuple[int, int], asyncio.Event | Exception] = {}
         self.closing: set[asyncio.Task[None]] = set()
+        self.prompts_tokens: tuple[int, ...] = ()
         self._tasks_before = asyncio.all_tasks()
 
-    async def submit(self, prompt: Prompt, choice: int) -> Any:
-        key = (len(prompt.tokens), choice)
+    async def submit(self, number: int, choice: int) -> Any:
+        key = (self.prompts_tokens[number], choice)
         self.submitted.append(key)
         admits = self.admits.get(key)
         if isinstance(admits, Exception):
@@ -83,8 +82,8 @@ class Store:
         return answer
 
     def choices(self, *prompts_tokens: int, n: int) -> Choices:
-        prompts = [Prompt(array("I", [1]) * prompt_tokens) for prompt_tokens in prompts_tokens]
-        return Choices(self.submit, prompts, n, self.closing)
+        self.prompts_tokens = prompts_tokens
+        return Choices(self.submit, len(prompts_tokens), n, self.closing)
 
     async def all_closed(self) -> None:
         """Wait until no task is left, and see that every answer was closed by then."""

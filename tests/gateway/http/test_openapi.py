@@ -37,7 +37,7 @@ class Nobody:
 
 
 NOBODY: Any = Nobody()
-TENANT_ROUTES = [*Health(NOBODY, NOBODY).routes(), *Completions(NOBODY, NOBODY).routes()]
+TENANT_ROUTES = [*Health(NOBODY, NOBODY).routes(), *Completions(NOBODY, NOBODY, NOBODY).routes()]
 ADMIN_ROUTES = admin_routes(NOBODY, NOBODY)
 TENANT_DOCUMENT = describe(TENANT_ROUTES, "Saltern")
 ADMIN_DOCUMENT = describe(ADMIN_ROUTES, "Saltern, administration")
