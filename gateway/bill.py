@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,13 +14,12 @@ from gateway.served_model import ServedModel
 from gateway.telemetry.record import RequestRecord, Span, now_ns
 from gateway.tenants.directory import Principal, Standing
 from gateway.tenants.ledger import Ask, Outcome, Settlement
-from gateway.tenants.minting import random_id
 from gateway.tenants.quota_errors import Headers, QuotaExceeded, rate_headers
 from gateway.tenants.quotas import Allowance, Quotas
 
 # How long an answer waits for what it used to be booked; after that it is booked as soon as it can be.
 SETTLE_SECONDS = 1.0
-_ID_DIGITS = 24
+_ID_BYTES = 12
 
 
 def context_length_exceeded(message: str) -> ApiError:
@@ -131,7 +131,7 @@ class Bill:
     async def open(cls, quotas: Quotas, principal: Principal, bounds: Bounds, record: RequestRecord) -> Bill:
         """Reserve. Raises as `Quotas.reserve`."""
         ask = Ask(
-            "res_" + random_id(_ID_DIGITS),
+            "res_" + secrets.token_hex(_ID_BYTES),
             principal.tenant_id,
             principal.key_id,
             bounds.prompt_tokens,
