@@ -54,13 +54,15 @@ async def open_gateway(
     try:
         directory = await Directory.open(database, kek_file)
         link = StoreLink(socket_path, directory, model_dir=model_dir, model_name=model_name)
-        telemetry.observe_store(
+        quotas = Quotas(database)
+        await quotas.start()
+        telemetry.observe_gateway(
             report=lambda: link.report,
             totals=link.totals,
             unwrap_failures=lambda: directory.keyring.unwrap_failures,
+            quota_refusals=lambda: quotas.refusals,
+            lost_reservations=lambda: quotas.lost_reservations,
         )
-        quotas = Quotas(database)
-        await quotas.start()
         completions = Completions(directory, quotas, link)
         health = Health(link, completions)
         connecting = asyncio.create_task(link.run())

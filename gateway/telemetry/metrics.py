@@ -95,19 +95,22 @@ class RequestMetrics:
             self._tenant_tokens.add(tokens, _labels({names.TENANT: tenant, names.TOKEN_TYPE: kind}))
 
 
-def observe_store(
+def observe_gateway(
     meter: Meter,
     *,
     report: Callable[[], StatsReport | None],
     totals: Callable[[], Totals],
     unwrap_failures: Callable[[], Mapping[str, int]],
+    quota_refusals: Callable[[], Mapping[tuple[str, str], int]],
+    lost_reservations: Callable[[], int],
 ) -> None:
-    """Publish the store's state whenever it is asked for.
+    """Publish the store's state and what the gateway has counted whenever it is asked for.
 
     Args:
         report: the connected store's last one; without a store there are no gauges.
         totals: what all stores have counted.
         unwrap_failures: by purpose.
+        quota_refusals: by whose limit it was, and which.
     """
 
     def publish(create: Callable[..., Any], metric: Metric, read: Callable[[], Readings]) -> None:
@@ -145,6 +148,14 @@ def observe_store(
         names.UNWRAP_FAILURES,
         lambda: [(count, {names.PURPOSE: purpose}) for purpose, count in unwrap_failures().items()],
     )
+    counter(
+        names.QUOTA_REFUSALS,
+        lambda: [
+            (count, {names.QUOTA_SCOPE: scope, names.QUOTA_LIMIT: limit})
+            for (scope, limit), count in quota_refusals().items()
+        ],
+    )
+    counter(names.LOST_RESERVATIONS, lambda: [(lost_reservations(), {})])
 
 
 def _labels(attributes: Mapping[Attribute, Any]) -> dict[str, Any]:

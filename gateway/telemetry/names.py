@@ -110,6 +110,8 @@ BLOCK_STATE = Attribute("saltern.cache.state", "string", "free, held or cached")
 EVICTION_CAUSE = Attribute("saltern.cache.cause", "string", "capacity: another request needed the block")
 REQUEST_STATE = Attribute("saltern.store.state", "string", "running or waiting")
 PURPOSE = Attribute("saltern.secret.purpose", "string", "what the secret is for: salt, offload_key or apikey-pepper")
+QUOTA_SCOPE = Attribute("saltern.quota.scope", "string", "whose limit refused a request: tenant or key")
+QUOTA_LIMIT = Attribute("saltern.quota.limit", "string", "which limit did, such as tokens_per_day")
 
 # --- spans
 
@@ -149,6 +151,10 @@ PREPARE = SpanKind(
     "prompt.prepare", "template and tokeniser, waiting for a thread included",
     (PROMPT_TOKENS, PROMPT_BLOCKS, REMEMBERED_TOKENS),
 )
+RESERVE = SpanKind(
+    "quota.reserve", "the place and the tokens that a request may use, waiting for the database included",
+    (QUOTA_SCOPE, ERROR),
+)
 QUEUE = SpanKind("store.queue", "until the store admitted it, or refused, or nobody waited any more", (ERROR,))
 PREFILL = SpanKind(
     "store.prefill",
@@ -156,8 +162,9 @@ PREFILL = SpanKind(
     (CACHED_DEVICE_TOKENS, MISS_BLOCK, COMPUTED_TOKENS, CHUNKS, ERROR),
 )
 DECODE = SpanKind("store.decode", "from the first token to the last", (DECODED_TOKENS, STEPS, PREEMPTIONS, ERROR))
+SETTLE = SpanKind("quota.settle", "booking what it used; after a second nobody waits for it any more", (ERROR,))
 
-SPANS = (SERVER, GENERATION, AUTHENTICATE, PREPARE, QUEUE, PREFILL, DECODE)
+SPANS = (SERVER, GENERATION, AUTHENTICATE, PREPARE, RESERVE, QUEUE, PREFILL, DECODE, SETTLE)
 
 # --- metrics
 
@@ -226,6 +233,15 @@ STORE_PREEMPTIONS = Metric("saltern.store.preemptions", "counter", "{preemption}
 UNWRAP_FAILURES = Metric(
     "saltern.secrets.unwrap_failures", "counter", "{failure}", "secrets that did not open", (PURPOSE,)
 )
+QUOTA_REFUSALS = Metric(
+    "saltern.quota.refusals", "counter", "{request}", "requests that a quota refused", (QUOTA_SCOPE, QUOTA_LIMIT)
+)
+LOST_RESERVATIONS = Metric(
+    "saltern.quota.lost_reservations",
+    "counter",
+    "{reservation}",
+    "reservations of gateways that ended without a word, booked in full",
+)
 TENANT_REQUESTS = Metric(
     "saltern.tenant.requests", "counter", "{request}", "requests by tenant, where asked for", (TENANT, OUTCOME)
 )
@@ -249,6 +265,8 @@ METRICS = (
     STORE_REQUESTS,
     STORE_PREEMPTIONS,
     UNWRAP_FAILURES,
+    QUOTA_REFUSALS,
+    LOST_RESERVATIONS,
     TENANT_REQUESTS,
     TENANT_TOKENS,
 )

@@ -4,7 +4,9 @@
      └ chat {model}                    INTERNAL
         ├ tenant.authenticate
         ├ prompt.prepare
-        └ store.queue, store.prefill, store.decode     for each submission, from the store's own stamps
+        ├ quota.reserve
+        ├ store.queue, store.prefill, store.decode     for each submission, from the store's own stamps
+        └ quota.settle
 
 Without a generation (another route, or refused before), `tenant.authenticate` is the server span's child. Nothing is
 attached to a context, so nothing has to be detached from one.
@@ -83,8 +85,14 @@ def _children(record: RequestRecord) -> Iterator[SpanTree]:
                 names.REMEMBERED_TOKENS: prepared.remembered_tokens,
             },
         )
+    if record.reserved:
+        span, scope = record.reserved
+        attributes = {names.QUOTA_SCOPE: scope, names.ERROR: span.error}
+        yield SpanTree(names.RESERVE.name, span.start_ns, span.end_ns, attributes, bool(span.error))
     for submission in record.submissions:
         yield from _store(submission)
+    if span := record.settled:
+        yield SpanTree(names.SETTLE.name, span.start_ns, span.end_ns, {names.ERROR: span.error}, bool(span.error))
 
 
 def _generation(record: RequestRecord, children: list[SpanTree]) -> SpanTree:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from cachestore.protocol import StatsReport
 from gateway.http.routing import Route
 from gateway.telemetry import request_log, spans
-from gateway.telemetry.metrics import RequestMetrics, observe_store
+from gateway.telemetry.metrics import RequestMetrics, observe_gateway
 from gateway.telemetry.names import SCOPE
 from gateway.telemetry.providers import CARDINALITY_LIMITS, Exporters, meter_provider, tracer_provider
 from gateway.telemetry.record import RequestRecord
@@ -46,15 +46,24 @@ class Telemetry:
         self._meter = self._meters.get_meter(SCOPE)
         self._requests = RequestMetrics(self._meter, tenant_labels=tenant_labels)
 
-    def observe_store(
+    def observe_gateway(
         self,
         *,
         report: Callable[[], StatsReport | None],
         totals: Callable[[], Totals],
         unwrap_failures: Callable[[], Mapping[str, int]],
+        quota_refusals: Callable[[], Mapping[tuple[str, str], int]],
+        lost_reservations: Callable[[], int],
     ) -> None:
         """Publish what these answer whenever metrics are read."""
-        observe_store(self._meter, report=report, totals=totals, unwrap_failures=unwrap_failures)
+        observe_gateway(
+            self._meter,
+            report=report,
+            totals=totals,
+            unwrap_failures=unwrap_failures,
+            quota_refusals=quota_refusals,
+            lost_reservations=lost_reservations,
+        )
 
     def observe(self, record: RequestRecord) -> None:
         """Tell of a request. A fault in telling is logged and reaches no client."""

@@ -241,6 +241,7 @@ async def test_a_scrape_bears_declared_names_only(tmp_path: Path, default_model:
         body = {"model": inside.model, "prompt": [1, 2, 3], "max_tokens": 3, "ignore_eos": True}
         assert (await inside.http.post(TEXT, json=body, headers=headers)).status_code == 200
         inside.gateway.directory.keyring.unwrap_failures["salt"] += 1
+        inside.gateway.quotas.refusals["tenant", "tokens_per_day"] += 1
         found = await with_gauges(inside)
     declared = {metric.name.replace(".", "_"): metric for metric in names.METRICS}
     seen = set()

@@ -11,7 +11,7 @@ import pytest
 from gateway.telemetry import names
 from tests.system.otlp import receiving
 from tests.system.served import EAGER, eventually, running
-from tests.system.traces import PREPARED, STORE
+from tests.system.traces import PREPARED, SETTLED, STORE
 
 
 def test_traces_and_metrics_reach_a_backend_and_the_last_of_them_when_the_process_ends(
@@ -40,8 +40,8 @@ def test_traces_and_metrics_reach_a_backend_and_the_last_of_them_when_the_proces
             assert server.process.wait(20) == 0
         finished, lost = receiver.traces()
     generation = f"text_completion {server.model}"
-    assert finished.names == [generation, *PREPARED, *STORE]
-    assert lost.names == [generation, *PREPARED, *STORE]
+    assert finished.names == [generation, *PREPARED, *STORE, *SETTLED]
+    assert lost.names == [generation, *PREPARED, *STORE, *SETTLED]
     assert lost["store.decode"].attributes["error.type"] == "store_lost"
     assert lost["store.decode"].attributes["saltern.store.output_tokens"] > 0
     assert lost.root.attributes["error.type"] == "store_lost"

@@ -14,7 +14,7 @@ from gateway.telemetry import names
 from tests.system.in_process import in_process
 from tests.system.scene import Scene, scene
 from tests.system.scripted import CHAT, TEXT, ScriptedRunner, Words, byte_ids, listening, until
-from tests.system.traces import PREPARED, STORE, Recording
+from tests.system.traces import PREPARED, SETTLED, STORE, Recording
 
 pytestmark = pytest.mark.anyio
 
@@ -52,7 +52,7 @@ async def test_a_finished_request_is_one_trace(
         answer = await inside.http.post(path, json=body, headers=customer.headers | {"traceparent": PARENT})
         assert answer.status_code == 200
         (trace,) = await recording.some(1)
-    assert trace.names == [f"{operation} {inside.model}", *PREPARED, *STORE]
+    assert trace.names == [f"{operation} {inside.model}", *PREPARED, *STORE, *SETTLED]
     assert trace.root.name == f"POST {path}"
     # The caller's trace goes on.
     assert (trace.root.trace_id, trace.root.parent) == (PARENT[3:35], PARENT[36:52])
@@ -133,7 +133,8 @@ async def test_every_choice_of_every_prompt_has_its_time_at_the_store(tmp_path: 
         body = {"model": inside.model, "prompt": prompts, "n": 3, "max_tokens": 2, "ignore_eos": True}
         usage = (await inside.http.post(TEXT, json=body, headers=customer.headers)).json()["usage"]
         (trace,) = await recording.some(1)
-    assert sorted(trace.names[3:]) == sorted(STORE * 6)
+    assert trace.names[:4] == ["text_completion " + inside.model, *PREPARED]
+    assert sorted(trace.names[4:]) == sorted([*STORE * 6, *SETTLED])
     told = trace.generation.attributes
     assert told["gen_ai.request.choice.count"] == 3
     assert told["gen_ai.response.finish_reasons"] == ("length",) * 6
@@ -195,7 +196,7 @@ async def test_a_request_that_waits_too_long_is_one_trace(tmp_path: Path, monkey
         (trace,) = await recording.some(1)
         s.runner.open()
         await staying.answer()
-    assert trace.names[-1] == "store.queue"
+    assert trace.names[-2:] == ["store.queue", *SETTLED]
     assert trace["store.queue"].attributes == {"error.type": "queue_timeout"}
     assert trace.root.attributes["error.type"] == "queue_timeout"
 
@@ -210,7 +211,7 @@ async def test_an_abort_in_the_queue_is_one_trace(tmp_path: Path) -> None:
         (trace,) = await recording.some(1)
         s.runner.open()
         await staying.answer()
-    assert trace.names[1:] == [*PREPARED, "store.queue"]
+    assert trace.names[1:] == [*PREPARED, "store.queue", *SETTLED]
     assert trace["store.queue"].attributes == {"error.type": "aborted"}
     assert trace.root.attributes["http.response.status_code"] == 499
     assert trace.root.attributes["error.type"] == "client_disconnected"
@@ -235,8 +236,8 @@ async def test_b174_a_stream_that_is_closed_early_is_one_ended_trace(tmp_path: P
         assert trace.root.attributes["http.response.status_code"] == 200
     assert mid_stream.generation.attributes["gen_ai.usage.output_tokens"] in (2, 3)
     assert mid_stream["store.decode"].attributes["error.type"] == "aborted"
-    assert mid_stream.names[-2:] == ["store.prefill", "store.decode"]
-    assert before.names[-1] == "store.prefill"
+    assert mid_stream.names[-3:] == ["store.prefill", "store.decode", *SETTLED]
+    assert before.names[-2:] == ["store.prefill", *SETTLED]
     assert before["store.prefill"].attributes["error.type"] == "aborted"
     assert before.generation.attributes["gen_ai.usage.output_tokens"] == 0
 

@@ -16,7 +16,8 @@ from gateway.telemetry.telemetry import Telemetry
 from tests.system.in_process import until
 
 STORE = [names.QUEUE.name, names.PREFILL.name, names.DECODE.name]
-PREPARED = [names.AUTHENTICATE.name, names.PREPARE.name]
+PREPARED = [names.AUTHENTICATE.name, names.PREPARE.name, names.RESERVE.name]
+SETTLED = [names.SETTLE.name]
 
 
 @dataclass(frozen=True)
