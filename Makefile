@@ -1,13 +1,15 @@
 # make serve                      install, fetch the default model, start everything
 # make serve ARGS='--port 9000'   the same with options of `saltern serve`
 # make serve TORCH_INDEX=<url>    let pip find torch there too (a build without CUDA is a tenth of the size)
-# make test                       everything CI checks
+# make test                       everything CI checks; needs PostgreSQL's server binaries
+# make test POSTGRES=no           without the tests that need them
 #
 # Nothing is installed twice: the stamps in .venv are newer than what they were made from.
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+POSTGRES ?= yes
 
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt \
@@ -31,7 +33,7 @@ test: .venv/installed-test
 	$(call heading,import-linter: who may import whom)
 	@$(BIN)/lint-imports --no-logo
 	$(call heading,pytest: tests)
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations=10
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations=10 --postgres=$(POSTGRES)
 
 .venv/pyvenv.cfg:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo \

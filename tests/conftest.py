@@ -16,6 +16,8 @@ settings.load_profile("untimed")
 # Torch is imported with one thread, here or in a child, and Triton with its interpreter before anything imports it.
 import tests.kernels.device  # noqa: E402, F401
 
+pytest_plugins = ["tests.postgres"]
+
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
