@@ -64,7 +64,31 @@ class CommonOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayOptions(CommonOptions):
+class DatabaseOptions(CommonOptions):
+    """Of whoever opens the database."""
+
+    database_url: Annotated[
+        str | None, typer.Option(envvar="SALTERN_DATABASE_URL", help="Default saltern.db in the data directory.")
+    ] = None
+    kek_file: Annotated[
+        Path | None, typer.Option(envvar="SALTERN_KEK_FILE", help="Default kek in the data directory.")
+    ] = None
+
+    @property
+    def effective_database_url(self) -> str:
+        return self.database_url or f"sqlite+aiosqlite:///{self.directory / 'saltern.db'}"
+
+    @property
+    def kek_path(self) -> Path:
+        """The file of the key-encryption key, absolute."""
+        return (self.kek_file or self.directory / "kek").expanduser().absolute()
+
+    def effective(self) -> dict[str, object]:
+        return super().effective() | {"database_url": self.effective_database_url, "kek_file": self.kek_path}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayOptions(DatabaseOptions):
     """Of the process that speaks HTTP."""
 
     model: Annotated[
@@ -73,12 +97,6 @@ class GatewayOptions(CommonOptions):
     ] = None
     model_name: Annotated[
         str | None, typer.Option(envvar="SALTERN_MODEL_NAME", help="What clients call it; default the folder's name.")
-    ] = None
-    database_url: Annotated[
-        str | None, typer.Option(envvar="SALTERN_DATABASE_URL", help="Default saltern.db in the data directory.")
-    ] = None
-    kek_file: Annotated[
-        Path | None, typer.Option(envvar="SALTERN_KEK_FILE", help="Default kek in the data directory.")
     ] = None
     host: Annotated[str, typer.Option(envvar="SALTERN_HOST", help="Address of the tenant API.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(envvar="SALTERN_PORT", min=0, max=65535, help="Of the tenant API.")] = 8000
@@ -119,8 +137,8 @@ class GatewayOptions(CommonOptions):
         """
         return Settings(
             data_dir=self.directory,
-            database_url=self.database_url or f"sqlite+aiosqlite:///{self.directory / 'saltern.db'}",
-            kek_file=(self.kek_file or self.directory / "kek").expanduser().absolute(),
+            database_url=self.effective_database_url,
+            kek_file=self.kek_path,
             socket=self.socket_path,
             model=self.model,
             model_name=self.model_name,
@@ -134,8 +152,8 @@ class GatewayOptions(CommonOptions):
         )
 
     def effective(self) -> dict[str, object]:
-        settings = self.settings()
-        return super().effective() | {"database_url": settings.database_url, "kek_file": settings.kek_file}
+        self.settings()  # raises what a start would
+        return super().effective()
 
 
 @dataclass(frozen=True, kw_only=True)
