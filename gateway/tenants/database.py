@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,13 +20,14 @@ from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Executable, Row, create_engine, event
+from sqlalchemy import URL, Connection, Select, create_engine, event
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 import migrations
 from gateway.http.errors import Unavailable
 from gateway.tenants.database_url import without_secrets
+from gateway.tenants.prepared import Prepared
 
 log = logging.getLogger("saltern.gateway")
 
@@ -61,9 +63,10 @@ class Database:
         there: the same file, written in a thread of its own.
     """
 
-    def __init__(self, engine: AsyncEngine, here: Connection | None, there: Connection | None) -> None:
+    def __init__(self, engine: AsyncEngine, here: sqlite3.Connection | None, there: Connection | None) -> None:
         self._engine = engine
         self._here = here
+        self._prepared: dict[Select[*tuple[Any, ...]], Prepared] = {}
         self._there = there
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="database") if there is not None else None
         self._writing = asyncio.Lock()
@@ -106,10 +109,11 @@ class Database:
     async def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
-        for connection in (self._here, self._there):
-            if connection is not None:
-                connection.close()
-                connection.engine.dispose()
+        if self._here is not None:
+            self._here.close()
+        if self._there is not None:
+            self._there.close()
+            self._there.engine.dispose()
         await self._engine.dispose()
 
     @property
@@ -117,12 +121,12 @@ class Database:
         """sqlite or postgresql."""
         return self._engine.dialect.name
 
-    async def row(self, statement: Executable, values: Mapping[str, object]) -> Row[Any] | None:
+    async def row(self, statement: Select[*tuple[Any, ...]], values: Mapping[str, object]) -> Any | None:
         """The one row of a statement, or None. As `rows`."""
         found = await self.rows(statement, values)
         return found[0] if found else None
 
-    async def rows(self, statement: Executable, values: Mapping[str, object]) -> Sequence[Row[Any]]:
+    async def rows(self, statement: Select[*tuple[Any, ...]], values: Mapping[str, object]) -> list[Any]:
         """The rows of a statement: a consistent view by itself, without a transaction around it.
 
         What every request asks goes this way. SQLite answers in a few hundredths of a millisecond, much less than it
@@ -136,10 +140,12 @@ class Database:
             DatabaseUnavailable: it is locked or gone.
         """
         if self._here is not None:
-            with contextlib.suppress(OperationalError):
-                return self._here.execute(statement, values).all()
+            if statement not in self._prepared:
+                self._prepared[statement] = Prepared(statement, self._engine.dialect)
+            with contextlib.suppress(sqlite3.OperationalError):
+                return self._prepared[statement].rows(self._here, values)
         async with self.read() as session:
-            return (await session.execute(statement, values)).all()
+            return list((await session.execute(statement, values)).all())
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
@@ -246,14 +252,13 @@ def _write_there(url: URL) -> Connection | None:
     return engine.connect().execution_options(writes=True)
 
 
-def _read_here(url: URL) -> Connection | None:
+def _read_here(url: URL) -> sqlite3.Connection | None:
     """A connection that waits for nobody, to a database that is a file of this host."""
     if not _is_file(url):
         return None
-    engine = create_engine(url.set(drivername="sqlite"), hide_parameters=True, isolation_level="AUTOCOMMIT")
-    connection = engine.connect()
-    connection.exec_driver_sql("PRAGMA busy_timeout = 0")
-    connection.exec_driver_sql("PRAGMA query_only = ON")
+    assert url.database is not None
+    connection = sqlite3.connect(url.database, isolation_level=None, timeout=0)
+    connection.execute("PRAGMA query_only = ON")
     return connection
 
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import attrgetter
 from typing import Any, Literal
 
 from sqlalchemy import Connection, Row, bindparam, case, delete, func, insert, literal_column, select, update
@@ -39,6 +40,7 @@ _WHOLE = 1000
 
 _METER = [field.name for field in dataclasses.fields(Meter)]
 _LIMITS = [field.name for field in dataclasses.fields(Limits)]
+_meter_of, _limits_of = attrgetter(*_METER), attrgetter(*_LIMITS)
 _SUMS = ("requests", "input_tokens", "cached_tokens", "output_tokens", "cost")
 
 
@@ -312,7 +314,7 @@ class Ledger:
             )
 
 
-def scope_of(row: Row[Any]) -> Scope:
+def scope_of(row: Any) -> Scope:
     """A row of `Ledger.look`."""
     return _account(row).scope
 
@@ -329,13 +331,12 @@ def _accounts(connection: Connection, scopes: Iterable[str]) -> dict[str, _Accou
     return {row.scope: _account(row) for row in connection.execute(_SCOPES, {"scopes": list(scopes)})}
 
 
-def _account(row: Row[Any]) -> _Account:
-    values = row._mapping
-    meter = Meter(*[values[name] for name in _METER])
+def _account(row: Any) -> _Account:
+    meter = Meter(*_meter_of(row))
     if row.cached_token_weight is None:
         limits, weight = Limits(), DEFAULT_CACHED_WEIGHT
     else:
-        limits, weight = Limits(*[values[name] for name in _LIMITS]), row.cached_token_weight
+        limits, weight = Limits(*_limits_of(row)), row.cached_token_weight
     return _Account(Scope(row.scope, limits, meter, Held(row.running, int(row.held_tokens))), weight)
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, text
-from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy import Connection, bindparam, func, select, text
+from sqlalchemy.exc import IntegrityError
 
 from gateway.tenants import database as database_module
 from gateway.tenants.database import CannotOpen, Database, DatabaseUnavailable, SchemaTooNew
-from gateway.tenants.tables import Base
+from gateway.tenants.tables import Base, Fence, Tenant
 from tests.gateway.tenants.opened import database_url
 
 pytestmark = pytest.mark.anyio
@@ -121,7 +121,7 @@ async def test_a_database_error_does_not_quote_values(tmp_path: Path) -> None:
     await database.close()
 
 
-COUNT = text("SELECT count(*) AS count FROM pending_fences WHERE id = :id")
+COUNT = select(func.count().label("count")).select_from(Fence).where(Fence.id == bindparam("id"))
 ONE = {"id": "one"}
 
 
@@ -143,14 +143,14 @@ async def test_a_row_is_as_it_was_last_committed_by_whoever(tmp_path: Path) -> N
         other.execute(statement)
         assert await count(database) == found
     other.close()
-    assert await database.row(text("SELECT id FROM tenants WHERE id = :id"), ONE) is None
+    assert await database.row(select(Tenant.id).where(Tenant.id == bindparam("id")), ONE) is None
     await database.close()
 
 
 async def test_a_row_that_can_not_be_read_at_once_is_waited_for(tmp_path: Path) -> None:
     class Busy:
         def execute(self, statement: object, values: object) -> None:
-            raise OperationalError(None, None, sqlite3.OperationalError("database is locked"))
+            raise sqlite3.OperationalError("database is locked")
 
     database = await Database.open(database_url(tmp_path))
     here, database._here = database._here, Busy()  # type: ignore[assignment]
@@ -163,8 +163,8 @@ async def test_a_row_that_can_not_be_read_at_once_is_waited_for(tmp_path: Path) 
 async def test_nothing_is_written_where_rows_are_read(tmp_path: Path) -> None:
     database = await Database.open(database_url(tmp_path))
     assert database._here is not None
-    with pytest.raises(OperationalError, match="readonly"):
-        database._here.execute(text("DELETE FROM tenants"))
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        database._here.execute("DELETE FROM tenants")
     await database.close()
 
 
