@@ -113,6 +113,7 @@ async def in_process(
     *,
     runner: RememberingRunner | None = None,
     telemetry: Telemetry | None = None,
+    database_url: str | None = None,
     **limited: int,
 ) -> AsyncIterator[InProcess]:
     """A gateway connected to a store of `blocks` blocks, until the block ends.
@@ -122,6 +123,7 @@ async def in_process(
         model_dir: whose tokenizer the gateway uses.
         runner: what computes instead of the usual double.
         telemetry: what is told of requests; nobody hears of them otherwise.
+        database_url: of another database than a file in `data_dir`.
         limited: fields of `Limits` that are not as usual.
     """
     runner = runner or RememberingRunner(BLOCK_TOKENS)
@@ -165,21 +167,45 @@ async def in_process(
     try:
         async with (
             open_gateway(
-                database_url=f"sqlite+aiosqlite:///{data_dir / 'saltern.db'}",
+                database_url=database_url or f"sqlite+aiosqlite:///{data_dir / 'saltern.db'}",
                 kek_file=data_dir / "kek",
                 socket_path=store.socket_path,
                 telemetry=telemetry or Telemetry(Exporters()),
             ) as gateway,
-            _client(gateway.tenant_app) as http,
-            _client(gateway.admin_app) as admin,
+            _reached(gateway, store, runner, data_dir) as inside,
         ):
-            key = (await gateway.directory.ensure_first_admin_key(data_dir)).read_text().strip()
-            admin.headers["authorization"] = f"Bearer {key}"
-            await gateway.link.connected.wait()
-            yield InProcess(gateway, store, runner, http, admin, gateway.link.connection().model.name)
+            yield inside
     finally:
         stopped.set()
         await serving
+
+
+@asynccontextmanager
+async def second_gateway(
+    first: InProcess, data_dir: Path, *, database_url: str | None = None
+) -> AsyncIterator[InProcess]:
+    """Another gateway on the same database, key file and store as `first`, which was made with these arguments."""
+    async with (
+        open_gateway(
+            database_url=database_url or f"sqlite+aiosqlite:///{data_dir / 'saltern.db'}",
+            kek_file=data_dir / "kek",
+            socket_path=first.store.socket_path,
+            telemetry=Telemetry(Exporters()),
+        ) as gateway,
+        _reached(gateway, first.store, first.runner, data_dir) as inside,
+    ):
+        yield inside
+
+
+@asynccontextmanager
+async def _reached(
+    gateway: Gateway, store: StoreServer, runner: RememberingRunner, data_dir: Path
+) -> AsyncIterator[InProcess]:
+    async with _client(gateway.tenant_app) as http, _client(gateway.admin_app) as admin:
+        key = (await gateway.directory.ensure_first_admin_key(data_dir)).read_text().strip()
+        admin.headers["authorization"] = f"Bearer {key}"
+        await gateway.link.connected.wait()
+        yield InProcess(gateway, store, runner, http, admin, gateway.link.connection().model.name)
 
 
 def _client(app: Any) -> httpx.AsyncClient:
