@@ -278,8 +278,11 @@ class Ledger:
     ) -> None:
         hours: defaultdict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * len(_SUMS))
         rows: list[dict[str, object]] = []
+        late: list[Settlement] = []
+        unsettled = dict(taken)
         for each in settlements:
-            if (row := taken.get(each.id)) is None:
+            if (row := unsettled.pop(each.id, None)) is None:
+                late.append(each)
                 continue
             if each.outcome == "lost":
                 counts = [row.prompt_tokens, 0, row.amount - row.prompt_tokens]
@@ -301,9 +304,7 @@ class Ledger:
             rows.append({**who, "at_ms": now_ms, "outcome": each.outcome, **values})
         if rows:
             connection.execute(_BOOK, rows)
-        if len(taken) < len(settlements):
-            late = [each for each in settlements if each.id not in taken and each.outcome != "lost"]
-            _correct_lost(connection, accounts, late, hours)
+        _correct_lost(connection, accounts, [each for each in late if each.outcome != "lost"], hours)
         if hours:
             connection.execute(
                 self._add_hours,
