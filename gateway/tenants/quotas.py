@@ -141,7 +141,13 @@ class Quotas:
         answer: asyncio.Future[Reserved | Refused | None] = asyncio.get_running_loop().create_future()
         self._asking.append(_Asking(ask, answer))
         self._work.set()
-        outcome = await answer
+        try:
+            outcome = await answer
+        except asyncio.CancelledError:
+            # It may have been answered already, and the caller cancelled before it was woken.
+            if not answer.cancelled() and not answer.exception() and isinstance(answer.result(), Reserved):
+                self._release(ask)
+            raise
         if outcome is None:
             raise Unauthorized
         if isinstance(outcome, Refused):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -91,7 +92,7 @@ class Course:
         reading = asyncio.create_task(self._note(process.stdout))
         try:
             yield process
-            await process.wait()
+            assert await process.wait() in (0, -signal.SIGKILL)
             await reading
         finally:
             if process.returncode is None:
