@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from gateway.admin.routes import admin_routes
+from gateway.admin.usage import UsageApi
 from gateway.completions import Completions
 from gateway.http.openapi import described
 from gateway.http.routing import Route, Router
@@ -21,6 +22,7 @@ from gateway.telemetry.telemetry import Telemetry
 from gateway.tenants.database import Database
 from gateway.tenants.directory import Directory
 from gateway.tenants.quotas import Quotas
+from gateway.tenants.usage import UsageReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ async def open_gateway(
         )
         completions = Completions(directory, quotas, link)
         health = Health(link, completions)
+        tenant_routes = [*health.routes(), *completions.routes(), *UsageApi(UsageReport(database)).tenant_routes()]
         connecting = asyncio.create_task(link.run())
         try:
             yield Gateway(
@@ -73,7 +76,7 @@ async def open_gateway(
                 link,
                 completions,
                 tenant_app=_router(
-                    described([*health.routes(), *completions.routes()], "/openapi.json", "Saltern"),
+                    described(tenant_routes, "/openapi.json", "Saltern"),
                     directory,
                     telemetry,
                 ),

@@ -10,7 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.admin import pages
+from gateway.admin.ids import id_of, not_found
 from gateway.admin.link import StoreLink
+from gateway.admin.quotas import QuotaApi
 from gateway.admin.shapes import (
     KEY_NAME,
     TENANT_NAME,
@@ -27,21 +29,23 @@ from gateway.admin.shapes import (
     TenantsQuery,
     json_response,
 )
+from gateway.admin.usage import UsageApi
 from gateway.http.body import read_struct
 from gateway.http.errors import ApiError, bad_value
 from gateway.http.routing import Route
 from gateway.secret import Secret
 from gateway.tenants.directory import Directory
 from gateway.tenants.fences import Dropped, PendingFence
+from gateway.tenants.limits import LimitRegistry
 from gateway.tenants.registry import NameTaken, Registry, SaltHistory
 from gateway.tenants.tables import ApiKey, Tenant, is_active
+from gateway.tenants.usage import UsageReport
 
 PREFIX = "/admin/v1/tenants"
 
 _NEVER = datetime(9999, 12, 30, tzinfo=UTC)
 _TENANT_NAME = re.compile(TENANT_NAME)
 _KEY_NAME = re.compile(KEY_NAME)
-_ID = re.compile(r"[a-z]{3}_[0-9a-z]{1,28}")
 
 
 def admin_routes(directory: Directory, link: StoreLink) -> list[Route]:
@@ -123,6 +127,8 @@ def admin_routes(directory: Directory, link: StoreLink) -> list[Route]:
             may_be_empty=True,
             answers=RotateBody,
         ),
+        *QuotaApi(LimitRegistry(directory.database)).routes(tenant),
+        *UsageApi(UsageReport(directory.database)).admin_routes(tenant),
     ]
 
 
@@ -152,20 +158,20 @@ class AdminApi:
         return json_response(pages.page(rows, asked.limit, _tenant_body, _row_position))
 
     async def get_tenant(self, request: Request) -> Response:
-        tenant = await self._registry.tenant(_id(request, "tenant_id"))
+        tenant = await self._registry.tenant(id_of(request, "tenant_id"))
         if tenant is None:
-            raise _not_found()
+            raise not_found()
         return json_response(_tenant_body(tenant))
 
     async def delete_tenant(self, request: Request) -> Response:
-        fence = await self._registry.delete_tenant(_id(request, "tenant_id"))
+        fence = await self._registry.delete_tenant(id_of(request, "tenant_id"))
         if fence is None:
-            raise _not_found()
+            raise not_found()
         await self._drop(fence)
         return Response(status_code=204)
 
     async def create_key(self, request: Request) -> Response:
-        tenant_id = _id(request, "tenant_id")
+        tenant_id = id_of(request, "tenant_id")
         body = await read_struct(request, KeyInput)
         if body.name is not None and not _KEY_NAME.fullmatch(body.name):
             raise bad_value("name", "A key's name is 1 to 64 characters, none of them a control character.")
@@ -173,38 +179,38 @@ class AdminApi:
             raise bad_value("expires_at", f"expires_at must lie between now and {_NEVER:%Y-%m-%d}.")
         created = await self._registry.create_key(tenant_id, body.name, frozenset(body.scopes), body.expires_at)
         if created is None:
-            raise _not_found()
+            raise not_found()
         row, text = created
         headers = {"location": f"{PREFIX}/{tenant_id}/keys/{row.id}", "cache-control": "no-store"}
         return json_response(_key_body(row, self._clock(), text), 201, headers)
 
     async def list_keys(self, request: Request) -> Response:
         asked = pages.window(request)
-        rows = await self._registry.keys(_id(request, "tenant_id"), asked.limit + 1, pages.after_row(asked))
+        rows = await self._registry.keys(id_of(request, "tenant_id"), asked.limit + 1, pages.after_row(asked))
         if rows is None:
-            raise _not_found()
+            raise not_found()
         now = self._clock()
         return json_response(pages.page(rows, asked.limit, lambda row: _key_body(row, now), _row_position))
 
     async def delete_key(self, request: Request) -> Response:
-        if not await self._registry.delete_key(_id(request, "tenant_id"), _id(request, "key_id")):
-            raise _not_found()
+        if not await self._registry.delete_key(id_of(request, "tenant_id"), id_of(request, "key_id")):
+            raise not_found()
         return Response(status_code=204)
 
     async def list_salts(self, request: Request) -> Response:
         asked = pages.window(request)
-        rows = await self._registry.salts(_id(request, "tenant_id"), asked.limit + 1, pages.after_number(asked))
+        rows = await self._registry.salts(id_of(request, "tenant_id"), asked.limit + 1, pages.after_number(asked))
         if rows is None:
-            raise _not_found()
+            raise not_found()
         return json_response(pages.page(rows, asked.limit, _salt_body, lambda row: str(row.epoch)))
 
     async def rotate_salt(self, request: Request) -> Response:
-        tenant_id = _id(request, "tenant_id")
+        tenant_id = id_of(request, "tenant_id")
         if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
             await read_struct(request, RotateInput)
         fence = await self._registry.rotate(tenant_id)
         if fence is None or fence.epoch is None:
-            raise _not_found()
+            raise not_found()
         dropped = await self._drop(fence)
         counts = None if dropped is None else DroppedBody(dropped.blocks, dropped.bytes)
         return json_response(RotateBody(fence.epoch, counts))
@@ -217,20 +223,9 @@ class AdminApi:
         return dropped
 
 
-def _id(request: Request, name: str) -> str:
-    value: str = request.path_params[name]
-    if not _ID.fullmatch(value):
-        raise _not_found()
-    return value
-
-
 def _check_tenant_name(name: str) -> None:
     if not _TENANT_NAME.fullmatch(name):
         raise bad_value("name", "A tenant's name is 1 to 64 of a-z, 0-9 and -.")
-
-
-def _not_found() -> ApiError:
-    return ApiError(404, "There is no such tenant or key.", code="not_found")
 
 
 def _tenant_body(row: Tenant) -> TenantBody:

@@ -11,6 +11,8 @@ from starlette.responses import Response
 
 from gateway.http.errors import JSON
 from gateway.secret import Secret
+from gateway.tenants.ledger import DEFAULT_CACHED_WEIGHT
+from policies.rates import MAX_LIMIT as MAX_LIMIT_VALUE
 
 DEFAULT_LIMIT = 50
 MAX_LIMIT = 200
@@ -39,6 +41,37 @@ class KeyInput(Input, frozen=True):
     name: KeyName | None = None
     scopes: Annotated[tuple[TenantScope, ...], Meta(min_length=1)] = TENANT_SCOPES
     expires_at: Moment | None = None
+
+
+Limit = Annotated[int, Meta(ge=1, le=MAX_LIMIT_VALUE)]
+
+
+class KeyQuotas(Input, frozen=True):
+    """Of a key, within its tenant's. None is unlimited; days and months are those of the time zone."""
+
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
+    concurrent_requests: Limit | None = None
+    tokens_per_day: Limit | None = None
+    tokens_per_month: Limit | None = None
+    time_zone: Annotated[str, Meta(min_length=1, max_length=64)] = "UTC"
+
+
+class TenantQuotas(KeyQuotas, frozen=True):
+    """`models`: None is all. `cached_token_weight`: what a cached prompt token costs, in thousandths of a token."""
+
+    max_context_tokens: Limit | None = None
+    max_output_tokens: Limit | None = None
+    models: list[Annotated[str, Meta(min_length=1, max_length=256)]] | None = None
+    cached_token_weight: Annotated[int, Meta(ge=0, le=1000)] = DEFAULT_CACHED_WEIGHT
+
+
+class KeyQuotasBody(KeyQuotas, frozen=True):
+    """Its answer, which has every field."""
+
+
+class TenantQuotasBody(TenantQuotas, frozen=True):
+    """Its answer, which has every field."""
 
 
 class RotateInput(Input, frozen=True):

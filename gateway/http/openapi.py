@@ -37,9 +37,9 @@ SECURITY_SCHEMES = {
 # What any request may be answered: not well-formed, too slow, headers too large, our own mistake.
 _ALWAYS = (400, 408, 431, 500)
 _WITH_KEY = (401, 503)
-_WITH_ADMIN_KEY = (*_WITH_KEY, 403)
+_WITH_SCOPE = (*_WITH_KEY, 403)
 _WITH_BODY = (413, 415)
-_ERRORS = sorted({*_ALWAYS, *_WITH_ADMIN_KEY, *_WITH_BODY, 404, 405, 409})
+_ERRORS = sorted({*_ALWAYS, *_WITH_SCOPE, *_WITH_BODY, 404, 405, 409, 412, 429})
 
 _TEXT = {"type": "string"}
 _NUMBER = {"type": "integer", "minimum": 0}
@@ -47,6 +47,7 @@ _HEADERS: dict[int, dict[str, Schema]] = {
     201: {"location": _TEXT},
     401: {"www-authenticate": _TEXT},
     405: {"allow": _TEXT},
+    429: {"x-should-retry": {"enum": ["true", "false"]}},
     503: {"retry-after": _NUMBER, "retry-after-ms": _NUMBER, "x-should-retry": {"enum": ["true", "false"]}},
 }
 
@@ -147,7 +148,8 @@ def _operation(route: Route, components: _Components) -> Schema:
 def _security(auth: str) -> list[dict[str, list[str]]]:
     if auth == "public":
         return []
-    scopes = [] if auth == "tenant" else [auth.removeprefix("admin:")]
+    _, _, needed = auth.partition(":")
+    scopes = [needed] if needed else []
     return [{scheme: scopes} for scheme in SECURITY_SCHEMES]
 
 
@@ -184,7 +186,7 @@ def _event(chunk: Schema, error: Schema) -> Schema:
 def _refusals(route: Route) -> dict[str, Schema]:
     statuses = {*_ALWAYS, *route.refusals}
     if route.auth != "public":
-        statuses.update(_WITH_KEY if route.auth == "tenant" else _WITH_ADMIN_KEY)
+        statuses.update(_WITH_SCOPE if ":" in route.auth else _WITH_KEY)
     if route.reads is not None:
         statuses.update(_WITH_BODY)
     if "{" in route.path:

@@ -35,7 +35,7 @@ MAX_HEADER_BYTES = 16 << 10
 # Between name and value and at the end of the line.
 _HEADER_LINE_BYTES = len(b": \r\n")
 
-_AUTH = re.compile(r"public|tenant|admin:[a-z-]+:(read|write)")
+_AUTH = re.compile(r"public|tenant(:[a-z:]+)?|admin:[a-z-]+:(read|write)")
 
 
 def new_request_id() -> str:
@@ -58,10 +58,13 @@ def check_headers(headers: RawHeaders) -> None:
 
 
 class TenantPrincipal(Protocol):
-    """Whoever holds a tenant's key."""
+    """Whoever holds a tenant's key, which has these `scopes`."""
 
     @property
     def tenant_id(self) -> str: ...
+
+    @property
+    def scopes(self) -> Collection[str]: ...
 
 
 class AdminPrincipal(Protocol):
@@ -78,7 +81,7 @@ class Route:
     Attributes:
         method: in capitals; a GET route also answers HEAD.
         path: with `{name}` for a segment, found in `request.path_params`.
-        auth: `public`, `tenant` or `admin:<resource>:<read|write>`.
+        auth: `public`, `tenant`, `tenant:<scope>` or `admin:<resource>:<read|write>`.
         handler: returns the response as an ASGI application. On `tenant` and `admin` routes
             `request.state.principal` is who called; `request.state.record` is what is noted of the request.
 
@@ -196,15 +199,15 @@ class Router:
         scope["path_params"] = path_params
         request = Request(scope, receive, send)
         headers = list(scope["headers"])
-        if route.auth == "tenant":
+        kind, _, needed = route.auth.partition(":")
+        if kind == "tenant":
             tenant = await _timed(record, self._authenticate_tenant(headers))
             record.tenant_id = tenant.tenant_id
+            _check_scope(needed, tenant.scopes)
             request.state.principal = tenant
-        elif route.auth != "public":
+        elif kind == "admin":
             admin = await _timed(record, self._authenticate_admin(headers))
-            needed = route.auth.removeprefix("admin:")
-            if needed not in admin.scopes:
-                raise ApiError(403, f"This key lacks the scope {needed}.", "permission_error")
+            _check_scope(needed, admin.scopes)
             request.state.principal = admin
         return await route.handler(request)
 
@@ -217,6 +220,12 @@ class Router:
                 allow = ", ".join(sorted(methods))
                 raise ApiError(405, f"This path answers {allow}.", headers=(("allow", allow),))
         raise ApiError(404, "No such path. Paths are case-sensitive and end without a slash.", code="not_found")
+
+
+def _check_scope(needed: str, scopes: Collection[str]) -> None:
+    """Raises ApiError: 403; a route that needs none is everybody's who has a key."""
+    if needed and needed not in scopes:
+        raise ApiError(403, f"This key lacks the scope {needed}.", "permission_error")
 
 
 async def _timed(record: RequestRecord, authentication: Awaitable[P]) -> P:

@@ -29,7 +29,8 @@ from gateway.tenants.tables import AdminKey, ApiKey, Epoch, Fence, Tenant, is_ac
 from gateway.tenants.vault import Place
 
 ADMIN_SCOPES = frozenset(
-    f"{resource}:{verb}" for resource in ("tenants", "keys", "salts") for verb in ("read", "write")
+    {f"{resource}:{verb}" for resource in ("tenants", "keys", "salts", "quotas") for verb in ("read", "write")}
+    | {"usage:read"}
 )
 
 # What an unknown key is compared with, so that it takes the same path as a wrong one. No digest is all zeros.

@@ -32,6 +32,9 @@ class Secrets:
 
 
 @dataclass(frozen=True)
+COUNTED = ("quota_states", "gateways", "reservations", "usage", "usage_hours")
+
+
 class Insider:
     """Reads over the shoulder of a running server."""
 
@@ -65,6 +68,11 @@ class Insider:
         """Every row of every table as SQL; blobs in hexadecimal."""
         with self.database() as database:
             return "\n".join(database.iterdump())
+
+    def settings(self) -> str:
+        """As `dump`, without what requests and heartbeats count."""
+        counted = tuple(f'INSERT INTO "{table}"' for table in COUNTED)
+        return "\n".join(line for line in self.dump().splitlines() if not line.startswith(counted))
 
     def files(self) -> bytes:
         """Every byte of the database, write-ahead log included."""

@@ -169,15 +169,19 @@ def test_line_46_tenant_keys_are_refused_on_the_admin_api_and_admin_keys_on_the_
         ("POST", at + "/keys", {}),
         ("POST", at + "/salts/rotate", None),
         ("POST", "/admin/v1/tenants", {"name": "by-a-tenant"}),
+        ("PATCH", at + "/quotas", {"tokens_per_day": None}),
+        ("PUT", at + "/quotas", {}),
+        ("PUT", at + "/keys/key_" + tenant.key.removeprefix("sk-saltern-")[:12] + "/quotas", {}),
+        ("GET", at + "/usage", None),
         ("DELETE", at + "/keys/key_" + tenant.key.removeprefix("sk-saltern-")[:12], None),
         ("DELETE", at, None),
     ]
-    dumped = Insider(server).dump()
+    dumped = Insider(server).settings()
     for method, path, body in admin_routes:
         for headers in (tenant.headers, {"x-api-key": tenant.key, "authorization": ""}, {"x-api-key": tenant.key}):
             answer = server.admin.request(method, path, json=body, headers=headers)
             assert answer.status_code == 401, (method, path)
-    assert Insider(server).dump() == dumped
+    assert Insider(server).settings() == dumped
 
     admin_key = (server.data_dir / "admin-key").read_text().strip()
     completion: dict[str, Any] = {"model": server.model, "prompt": random_prompt("line 46", 17), "max_tokens": 1}
@@ -211,13 +215,13 @@ METACHARACTERS = (
 
 def test_line_45_sql_metacharacters_change_no_query(server: Server, tenant: Tenant) -> None:
     insider = Insider(server)
-    dumped = insider.dump()
+    dumped = insider.settings()
     for text in METACHARACTERS:
         for name, value in (("model", text), ("user", text), ("cache_salt", text), ("prompt", text), ("stop", text)):
             answer = tenant.complete("Salt.", **{name: value}) if name != "prompt" else tenant.complete(text)
             assert answer.status_code == (404 if name == "model" else 200)
         assert tenant.chat(text, prompt_cache_key=text).status_code == 200
-        assert insider.dump() == dumped, text
+        assert insider.settings() == dumped, text
 
         quoted = httpx.URL("/", params={"x": text}).query.decode().removeprefix("x=")
         at = "/admin/v1/tenants"
@@ -233,13 +237,20 @@ def test_line_45_sql_metacharacters_change_no_query(server: Server, tenant: Tena
             ("DELETE", f"{at}/{tenant.id}/keys/{quoted}", None, 404),
             ("POST", f"{at}/{tenant.id}/keys", {"expires_at": text}, 400),
             ("POST", f"{at}/{tenant.id}/keys", {"scopes": [text]}, 400),
+            ("PUT", f"{at}/{quoted}/quotas", {}, 404),
+            ("PATCH", f"{at}/{tenant.id}/keys/{quoted}/quotas", {}, 404),
+            ("PUT", f"{at}/{tenant.id}/quotas", {"time_zone": text}, 400),
+            ("PUT", f"{at}/{tenant.id}/quotas", {text: 1}, 400),
+            ("GET", f"{at}/{tenant.id}/usage?start={quoted}", None, 400),
+            ("GET", f"{at}/{tenant.id}/usage?bucket={quoted}", None, 400),
+            ("GET", f"{at}/{quoted}/usage", None, 404),
         ):
             assert server.admin.request(method, path, json=body).status_code == status, (method, path)
         if "\0" not in text:
             for headers in (bearer(text), bearer(f"sk-saltern-{text}"), {"x-api-key": text}):
                 assert server.http.get("/v1/models", headers=headers).status_code == 401
                 assert server.admin.get(at, headers=headers).status_code == 401
-        assert insider.dump() == dumped, text
+        assert insider.settings() == dumped, text
 
     # Where such text is allowed it is kept as it is.
     for text in METACHARACTERS[:-1]:
@@ -248,4 +259,4 @@ def test_line_45_sql_metacharacters_change_no_query(server: Server, tenant: Tena
         assert created.json()["name"] == text
     listed = server.admin.get(f"/admin/v1/tenants/{tenant.id}/keys").json()["data"]
     assert [key["name"] for key in listed] == [None, *METACHARACTERS[:-1]]
-    assert insider.dump() != dumped
+    assert insider.settings() != dumped

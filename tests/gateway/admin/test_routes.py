@@ -24,6 +24,13 @@ ROUTES = [
     ("DELETE", TENANTS + "/{tenant}/keys/key_0", "keys:write"),
     ("GET", TENANTS + "/{tenant}/salts", "salts:read"),
     ("POST", TENANTS + "/{tenant}/salts/rotate", "salts:write"),
+    ("GET", TENANTS + "/{tenant}/quotas", "quotas:read"),
+    ("PUT", TENANTS + "/{tenant}/quotas", "quotas:write"),
+    ("PATCH", TENANTS + "/{tenant}/quotas", "quotas:write"),
+    ("GET", TENANTS + "/{tenant}/keys/key_0/quotas", "quotas:read"),
+    ("PUT", TENANTS + "/{tenant}/keys/key_0/quotas", "quotas:write"),
+    ("PATCH", TENANTS + "/{tenant}/keys/key_0/quotas", "quotas:write"),
+    ("GET", TENANTS + "/{tenant}/usage", "usage:read"),
 ]
 
 
@@ -278,7 +285,8 @@ async def test_every_route_of_an_unknown_tenant_is_404(tmp_path: Path) -> None:
     async with served(tmp_path) as admin:
         for method, path, _ in ROUTES[2:]:
             for tenant in ("ten_0000000000000000", "x", "%00", "ten_%27"):
-                body: dict[str, str] | None = {} if path.endswith("/keys") and method == "POST" else None
+                reads = method in ("PUT", "PATCH") or (path.endswith("/keys") and method == "POST")
+                body: dict[str, str] | None = {} if reads else None
                 answer = await admin.client.request(method, path.format(tenant=tenant), json=body)
                 refused(answer, 404)
 

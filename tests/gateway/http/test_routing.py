@@ -23,6 +23,7 @@ class Admin:
 @dataclass(frozen=True)
 class Tenant:
     tenant_id: str
+    scopes: frozenset[str] = frozenset()
 
 
 async def tenant(headers: RawHeaders) -> Tenant:

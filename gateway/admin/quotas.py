@@ -1,0 +1,155 @@
+"""`…/quotas` of tenants and of their keys."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.admin.ids import id_of, not_found
+from gateway.admin.shapes import KeyQuotas, KeyQuotasBody, TenantQuotas, TenantQuotasBody, json_response
+from gateway.http.body import MERGE_PATCH, convert, read_object
+from gateway.http.errors import JSON, ApiError, bad_value
+from gateway.http.routing import Route
+from gateway.tenants.limits import LimitRegistry
+
+#: Known, and refused until the store keeps to them.
+NOT_BUILT = (
+    "device_reserved_tokens",
+    "device_max_tokens",
+    "host_reserved_tokens",
+    "host_max_tokens",
+    "weight",
+    "strict",
+    "queue_wait_seconds",
+)
+
+Quotas = TenantQuotas | KeyQuotas
+Body = Mapping[str, Any]
+
+
+class QuotaApi:
+    def __init__(self, limits: LimitRegistry) -> None:
+        self._limits = limits
+
+    def routes(self, tenant: str) -> list[Route]:
+        """
+        Args:
+            tenant: the path of one.
+        """
+        made = []
+        of_tenant = self.get_tenant_quotas, self.put_tenant_quotas, self.patch_tenant_quotas
+        of_key = self.get_key_quotas, self.put_key_quotas, self.patch_key_quotas
+        for owner, shape, body, what, (get, put, patch) in (
+            (tenant, TenantQuotas, TenantQuotasBody, "a tenant", of_tenant),
+            (tenant + "/keys/{key_id}", KeyQuotas, KeyQuotasBody, "a key", of_key),
+        ):
+            path = owner + "/quotas"
+            made += [
+                Route("GET", path, "admin:quotas:read", get, summary=f"The limits of {what}", answers=body),
+                Route(
+                    "PUT",
+                    path,
+                    "admin:quotas:write",
+                    put,
+                    summary=f"Set all limits of {what}; what is left out is unlimited",
+                    reads=shape,
+                    answers=body,
+                    refusals=(412,),
+                ),
+                Route(
+                    "PATCH",
+                    path,
+                    "admin:quotas:write",
+                    patch,
+                    summary=f"Change some limits of {what} (JSON Merge Patch); null is unlimited",
+                    reads=shape,
+                    answers=body,
+                    refusals=(412,),
+                ),
+            ]
+        return made
+
+    async def get_tenant_quotas(self, request: Request) -> Response:
+        return await self._get(request, TenantQuotas)
+
+    async def put_tenant_quotas(self, request: Request) -> Response:
+        return await self._put(request, TenantQuotas)
+
+    async def patch_tenant_quotas(self, request: Request) -> Response:
+        return await self._patch(request, TenantQuotas)
+
+    async def get_key_quotas(self, request: Request) -> Response:
+        return await self._get(request, KeyQuotas)
+
+    async def put_key_quotas(self, request: Request) -> Response:
+        return await self._put(request, KeyQuotas)
+
+    async def patch_key_quotas(self, request: Request) -> Response:
+        return await self._patch(request, KeyQuotas)
+
+    async def _get(self, request: Request, shape: type[Quotas]) -> Response:
+        values = await self._limits.get(*_scope(request))
+        if values is None:
+            raise not_found()
+        return _answer(_shaped(values, shape))
+
+    async def _put(self, request: Request, shape: type[Quotas]) -> Response:
+        body = await read_object(request)
+        return await self._change(request, shape, lambda before: body)
+
+    async def _patch(self, request: Request, shape: type[Quotas]) -> Response:
+        body = await read_object(request, (JSON, MERGE_PATCH))
+        return await self._change(request, shape, lambda before: msgspec.to_builtins(before) | body)
+
+    async def _change(
+        self, request: Request, shape: type[Quotas], wanted: Callable[[Quotas], dict[str, Any]]
+    ) -> Response:
+        expected = {tag.strip() for line in request.headers.getlist("if-match") for tag in line.split(",")}
+
+        def change(values: Body) -> Body:
+            before = _shaped(values, shape)
+            if expected and not expected & {"*", _etag(before)}:
+                raise ApiError(412, "These limits have changed since they were read: read them again.")
+            return {**values, **msgspec.to_builtins(_read(wanted(before), shape))}
+
+        values = await self._limits.change(*_scope(request), change)
+        if values is None:
+            raise not_found()
+        return _answer(_shaped(values, shape))
+
+
+def _scope(request: Request) -> tuple[str, str | None]:
+    return id_of(request, "tenant_id"), id_of(request, "key_id") if "key_id" in request.path_params else None
+
+
+def _read(body: Body, shape: type[Quotas]) -> Quotas:
+    """Raises ApiError: 400, naming the field."""
+    for name in body:
+        if name in NOT_BUILT:
+            raise bad_value(name, f"{name} is not built yet; leave it out.")
+        if shape is KeyQuotas and name in TenantQuotas.__struct_fields__ and name not in KeyQuotas.__struct_fields__:
+            raise bad_value(name, f"{name} is a limit of tenants; set it in the tenant's quotas.")
+    read = convert({name: value for name, value in body.items() if value is not None}, shape)
+    try:
+        ZoneInfo(read.time_zone)
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        raise bad_value("time_zone", "time_zone must be a name of the IANA database, such as Europe/Berlin.") from None
+    return read
+
+
+def _shaped(values: Body, shape: type[Quotas]) -> Quotas:
+    return shape(**{name: values[name] for name in shape.__struct_fields__})
+
+
+def _etag(quotas: Quotas) -> str:
+    return f'"{hashlib.sha256(msgspec.json.encode(quotas)).hexdigest()[:16]}"'
+
+
+def _answer(quotas: Quotas) -> Response:
+    return json_response(quotas, headers={"etag": _etag(quotas)})
