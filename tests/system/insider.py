@@ -31,10 +31,10 @@ class Secrets:
     offload_key: bytes
 
 
-@dataclass(frozen=True)
 COUNTED = ("quota_states", "gateways", "reservations", "usage", "usage_hours")
 
 
+@dataclass(frozen=True)
 class Insider:
     """Reads over the shoulder of a running server."""
 
