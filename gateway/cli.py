@@ -20,6 +20,7 @@ import typer
 from gateway.admin_cli import keys_app, salts_app, tenants_app
 from gateway.config_cli import config_app
 from gateway.configured import command, refusals
+from gateway.database_cli import db_app
 from gateway.options import GatewayOptions, LogLevel, ServeOptions, StoreOptions
 from gateway.settings import SettingsError, check_environment, prepare_data_dir, size_bytes
 
@@ -33,6 +34,7 @@ app.add_typer(tenants_app, name="tenants")
 app.add_typer(keys_app, name="keys")
 app.add_typer(salts_app, name="salts")
 app.add_typer(config_app, name="config")
+app.add_typer(db_app, name="db")
 
 
 def _print_version(wanted: bool) -> None:

@@ -35,7 +35,7 @@ from gateway.settings import Settings, SettingsError
 from gateway.supervisor import StoreEnded, Supervisor, store_command
 from gateway.telemetry.providers import Exporters
 from gateway.telemetry.telemetry import Telemetry
-from gateway.tenants.database import CannotOpen
+from gateway.tenants.engines import CannotOpen
 from gateway.tenants.vault import VaultError
 from gateway.tls import server_context
 

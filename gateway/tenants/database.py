@@ -9,40 +9,26 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
-from alembic import command
-from alembic.config import Config
-from alembic.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Select, create_engine, event
-from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy import Connection, Select
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
-import migrations
 from gateway.http.errors import Unavailable
-from gateway.tenants.database_url import without_secrets
+from gateway.tenants import engines, schema
 from gateway.tenants.prepared import Prepared
 
 log = logging.getLogger("saltern.gateway")
 
 T = TypeVar("T")
 
-BUSY_TIMEOUT_MS = 5000
-_RETRY_SECONDS = 0.02
-
-
-class CannotOpen(Exception):
-    """The database cannot be used as it is: one line for the operator."""
-
-
-class SchemaTooNew(CannotOpen):
-    """It was written by a newer version than this one."""
+# SQLSTATEs of PostgreSQL that say nothing of the statement: connection exceptions, transactions rolled back for the
+# sake of others, insufficient resources, locks that were not to be had, cancelled statements, and servers that end.
+_UNAVAILABLE_STATES = ("08", "40", "53", "55P03", "57")
 
 
 class DatabaseUnavailable(Unavailable):
@@ -70,39 +56,33 @@ class Database:
         self._there = there
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="database") if there is not None else None
         self._writing = asyncio.Lock()
-        self._reader = async_sessionmaker(engine, expire_on_commit=False)
+        self._is_postgres = engine.dialect.name == "postgresql"
+        # PostgreSQL's default shows each statement what was committed before it; SQLite knows nothing but one view.
+        view = {"isolation_level": "REPEATABLE READ"} if self._is_postgres else {}
+        self._reader = async_sessionmaker(engine.execution_options(**view), expire_on_commit=False)
         self._writer = async_sessionmaker(engine.execution_options(writes=True), expire_on_commit=False)
 
     @classmethod
     async def open(cls, url: str) -> Database:
-        """Connect and migrate to this version's schema.
+        """Connect; an empty database gets this version's schema.
 
         Raises:
-            CannotOpen: the URL leads to no database, or to one whose schema this version does not know.
+            CannotOpen: the URL leads to no database, or to one with another schema.
         """
+        engine = engines.engine(url)
         try:
-            # Statements go into error messages with their values unless this is set.
-            engine = create_async_engine(url, hide_parameters=True)
-        except (ArgumentError, ModuleNotFoundError, ValueError) as error:
-            reason = f"no driver {error.name}" if isinstance(error, ModuleNotFoundError) else "no database URL"
-            raise CannotOpen(
-                f"the database does not open: {reason}; give sqlite+aiosqlite:///PATH, or install saltern[postgres] "
-                "and give postgresql+asyncpg://USER:PASSWORD@HOST/NAME"
-            ) from None
-        if engine.dialect.name == "sqlite":
-            event.listen(engine.sync_engine, "connect", _configure_sqlite)
-            event.listen(engine.sync_engine, "begin", _begin_sqlite)
-        try:
-            await _first_connection(engine)
-            async with engine.execution_options(writes=True).begin() as connection:
-                await connection.run_sync(_migrate)
-            database = cls(engine, _read_here(engine.url), _write_there(engine.url))
-            await database.scrub()
-        except BaseException as error:
+            with engines.cannot_open(url):
+                await engines.first_connection(engine)
+                async with engine.connect() as connection:
+                    is_empty = await connection.run_sync(schema.version_of) is None
+                if is_empty:
+                    await engines.alone(engine, schema.create)
+                async with engine.connect() as connection:
+                    await connection.run_sync(schema.refuse_other)
+                database = cls(engine, engines.read_here(engine.url), engines.write_there(engine.url))
+                await database.scrub()
+        except BaseException:
             await engine.dispose()
-            if isinstance(error, (DBAPIError, OSError)):
-                cause = error.orig if isinstance(error, DBAPIError) else error.strerror
-                raise CannotOpen(f"the database {without_secrets(url)} does not open: {cause}") from error
             raise
         return database
 
@@ -158,13 +138,18 @@ class Database:
             yield session
 
     @asynccontextmanager
-    async def write(self) -> AsyncIterator[AsyncSession]:
+    async def write(self, *, alone: bool = False) -> AsyncIterator[AsyncSession]:
         """One transaction, committed at the end of the block; on SQLite the only writer from its first statement.
+
+        Args:
+            alone: on PostgreSQL too there is only one of these at a time, for rows that one gateway makes for all.
 
         Raises:
             DatabaseUnavailable: it is locked or gone.
         """
         async with _unavailable(), self._writing, self._writer.begin() as session:
+            if alone and self._is_postgres:
+                await session.execute(engines.ALONE)
             yield session
 
     async def transact(self, work: Callable[[Connection], T]) -> T:
@@ -189,7 +174,7 @@ class Database:
 
     async def scrub(self) -> None:
         """Leave nothing deleted behind in SQLite's write-ahead log; `secure_delete` has zeroed the pages."""
-        if self._engine.dialect.name != "sqlite":
+        if self._is_postgres:
             return
         async with _unavailable(), self._engine.connect() as connection:
             raw: Any = (await connection.get_raw_connection()).driver_connection
@@ -199,7 +184,7 @@ class Database:
             log.warning(
                 "the write-ahead log was not emptied within %d ms (%d of %d pages copied): a reader holds it; "
                 "deleted secrets stay in it, wrapped, until the next rotation, deletion or start",
-                BUSY_TIMEOUT_MS,
+                engines.BUSY_TIMEOUT_MS,
                 copied,
                 pages,
             )
@@ -209,74 +194,14 @@ class Database:
 async def _unavailable() -> AsyncIterator[None]:
     try:
         yield
-    except (OperationalError, InterfaceError, ConnectionError) as error:
+    except (DBAPIError, ConnectionError) as error:
+        if isinstance(error, DBAPIError) and not _is_unavailable(error):
+            raise
         log.error("the database does not answer: %s", error)
         raise DatabaseUnavailable from error
 
 
-async def _first_connection(engine: AsyncEngine) -> None:
-    """Two processes that turn a new SQLite file to write-ahead logging at once: one is refused without waiting."""
-    deadline = time.monotonic() + BUSY_TIMEOUT_MS / 1000
-    while True:
-        try:
-            async with engine.connect():
-                return
-        except OperationalError as error:
-            if getattr(error.orig, "sqlite_errorname", None) != "SQLITE_BUSY" or time.monotonic() > deadline:
-                raise
-            await asyncio.sleep(_RETRY_SECONDS)
-
-
-def _configure_sqlite(connection: Any, record: object) -> None:
-    connection.isolation_level = None  # or the driver would choose where transactions begin
-    cursor = connection.cursor()
-    cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
-    cursor.execute("PRAGMA journal_mode = WAL")
-    cursor.execute("PRAGMA foreign_keys = ON")
-    cursor.execute("PRAGMA secure_delete = ON")
-    cursor.close()
-
-
-def _is_file(url: URL) -> bool:
-    return url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:") and not url.query
-
-
-def _write_there(url: URL) -> Connection | None:
-    """A connection for a thread that writes, to a database that is a file of this host."""
-    if not _is_file(url):
-        return None
-    arguments = {"check_same_thread": False}  # opened and closed by another thread than the one that uses it
-    engine = create_engine(url.set(drivername="sqlite"), hide_parameters=True, connect_args=arguments)
-    event.listen(engine, "connect", _configure_sqlite)
-    event.listen(engine, "begin", _begin_sqlite)
-    return engine.connect().execution_options(writes=True)
-
-
-def _read_here(url: URL) -> sqlite3.Connection | None:
-    """A connection that waits for nobody, to a database that is a file of this host."""
-    if not _is_file(url):
-        return None
-    assert url.database is not None
-    connection = sqlite3.connect(url.database, isolation_level=None, timeout=0)
-    connection.execute("PRAGMA query_only = ON")
-    return connection
-
-
-def _begin_sqlite(connection: Connection) -> None:
-    # A reader that turns writer can't wait for another writer, only fail; so writers say so first.
-    writes = connection.get_execution_options().get("writes", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-
-
-def _migrate(connection: Connection) -> None:
-    config = Config()
-    config.set_main_option("script_location", str(Path(migrations.__file__).parent).replace("%", "%%"))
-    config.attributes["connection"] = connection
-    known = ScriptDirectory.from_config(config)
-    current = MigrationContext.configure(connection).get_current_revision()
-    if current is not None and current not in {script.revision for script in known.walk_revisions()}:
-        raise SchemaTooNew(
-            f"the database has schema {current}, this version of Saltern knows schemas up to "
-            f"{known.get_current_head()}: start the version that wrote it, or a newer one"
-        )
-    command.upgrade(config, "head")
+def _is_unavailable(error: DBAPIError) -> bool:
+    state = getattr(error.orig, "sqlstate", None) or ""
+    is_of_driver = isinstance(error, (OperationalError, InterfaceError))
+    return is_of_driver or error.connection_invalidated or state.startswith(_UNAVAILABLE_STATES)

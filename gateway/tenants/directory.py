@@ -181,7 +181,7 @@ class Directory:
     async def ensure_first_admin_key(self, data_dir: Path) -> Path:
         """The path of the admin key file, which an empty database gets together with its first admin key."""
         path = data_dir / "admin-key"
-        async with self.database.write() as session:
+        async with self.database.write(alone=True) as session:
             if await session.scalar(select(exists(select(AdminKey.id)))):
                 return path
             key = await new_key(self.keyring, "admin", ADMIN_SCOPES, self.clock(), name="first")

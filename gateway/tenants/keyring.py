@@ -60,7 +60,7 @@ class Keyring:
         Raises:
             VaultError: secrets are there and the KEK that opens them is not.
         """
-        async with database.write() as session:
+        async with database.write(alone=True) as session:
             if await session.scalar(select(exists(select(WrappedSecret.purpose)))):
                 keyring = cls(database, KekFile.open(kek_file), clock)
                 await keyring._unwrap(session, _CANARY)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 from sqlalchemy import delete, select, tuple_
 from sqlalchemy.exc import IntegrityError
@@ -26,6 +26,10 @@ from gateway.tenants.vault import Place
 
 ACCOUNT_BYTES = 16
 _ID_DIGITS = 16
+
+# Of a tenant's row, by whoever changes the tenant, before anything else. Reservations lock the same row: once a change
+# is answered, no request that read what was before is still on its way.
+_LOCK: Any = {"key_share": True}
 
 # Where a page begins: after the row made at this time with this id.
 Position = tuple[datetime, str]
@@ -94,7 +98,7 @@ class Registry:
     async def delete_tenant(self, tenant_id: str) -> PendingFence | None:
         """Keys and secrets go with it and its name is free; the answer is what stores still have to drop."""
         async with self._database.write() as session:
-            tenant = await session.get(Tenant, tenant_id, with_for_update=True)
+            tenant = await session.get(Tenant, tenant_id, with_for_update=_LOCK)
             if tenant is None:
                 return None
             await self._keyring.destroy(session, tenant_id)
@@ -111,7 +115,7 @@ class Registry:
         key = await new_key(self._keyring, "tenant", scopes, self._clock(), name, expires_at)
         row = ApiKey(tenant_id=tenant_id, **key.row)
         async with self._database.write() as session:
-            if await session.get(Tenant, tenant_id, with_for_update=True) is None:
+            if await session.get(Tenant, tenant_id, with_for_update=_LOCK) is None:
                 return None
             session.add(row)
         return row, key.text
@@ -130,6 +134,7 @@ class Registry:
         """Whether there was such a key. The next request with it is refused."""
         statement = delete(ApiKey).where(ApiKey.id == key_id, ApiKey.tenant_id == tenant_id).returning(ApiKey.id)
         async with self._database.write() as session:
+            await session.get(Tenant, tenant_id, with_for_update=_LOCK)
             found = await session.scalar(statement) is not None
         if found:
             await self._database.scrub()
@@ -152,7 +157,7 @@ class Registry:
     async def rotate(self, tenant_id: str) -> PendingFence | None:
         """New secrets under the next epoch, the old ones destroyed; the answer is what stores still have to drop."""
         async with self._database.write() as session:
-            tenant = await session.get(Tenant, tenant_id, with_for_update=True)
+            tenant = await session.get(Tenant, tenant_id, with_for_update=_LOCK)
             if tenant is None:
                 return None
             tenant.epoch += 1

@@ -1,4 +1,4 @@
-"""A directory and a registry on a real SQLite file, with a clock that tests move."""
+"""A directory and a registry on a real database, with a clock that tests move."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Opened:
         return row, text.reveal()
 
     def files(self) -> bytes:
-        """Every byte of the database on disk, write-ahead log included."""
+        """Every byte of a SQLite database on disk, write-ahead log included."""
         return b"".join(path.read_bytes() for path in sorted(self.data_dir.glob("saltern.db*")))
 
 
@@ -56,9 +56,10 @@ def database_url(data_dir: Path) -> str:
 
 
 @asynccontextmanager
-async def opened(data_dir: Path) -> AsyncIterator[Opened]:
+async def opened(data_dir: Path, url: str | None = None) -> AsyncIterator[Opened]:
+    """On the database of that URL, else on a SQLite file."""
     clock = Clock()
-    database = await Database.open(database_url(data_dir))
+    database = await Database.open(url or database_url(data_dir))
     try:
         directory = await Directory.open(database, data_dir / "kek", clock)
         yield Opened(directory, Registry(database, directory.keyring, clock), clock, data_dir)

@@ -7,11 +7,13 @@ import pytest
 from sqlalchemy import select, text
 
 from gateway.http.errors import Unauthorized
+from gateway.tenants import engines
+from gateway.tenants.database import DatabaseUnavailable
 from gateway.tenants.fences import PendingFence
 from gateway.tenants.keyring import SaltUnavailable
 from gateway.tenants.registry import NameTaken
-from gateway.tenants.tables import WrappedSecret
-from tests.gateway.tenants.opened import Opened, bearer, opened
+from gateway.tenants.tables import Tenant, WrappedSecret
+from tests.gateway.tenants.opened import SCOPES, Opened, bearer, opened
 
 pytestmark = pytest.mark.anyio
 
@@ -27,8 +29,8 @@ async def count(door: Opened, table: str) -> int:
         return int(await session.scalar(text(f"SELECT count(*) FROM {table}")))
 
 
-async def test_a_name_is_taken_once(tmp_path: Path) -> None:
-    async with opened(tmp_path) as door:
+async def test_a_name_is_taken_once(tmp_path: Path, database_url: str) -> None:
+    async with opened(tmp_path, database_url) as door:
         await door.tenant("a")
         with pytest.raises(NameTaken):
             await door.tenant("a")
@@ -72,20 +74,22 @@ async def test_rotation_starts_an_epoch_with_fresh_secrets_and_destroys_the_old(
         assert await wrapped(door, other.id) == others
 
 
-async def test_rotating_nothing_changes_nothing(tmp_path: Path) -> None:
-    async with opened(tmp_path) as door:
+async def test_rotating_nothing_changes_nothing(tmp_path: Path, database_url: str) -> None:
+    async with opened(tmp_path, database_url) as door:
         await door.tenant("a")
         assert await door.registry.rotate("ten_unknown") is None
         assert await door.registry.delete_tenant("ten_unknown") is None
         assert await door.directory.pending_fences() == []
 
 
-async def test_line_12_a_rotation_leaves_its_fence_pending_until_a_store_confirms(tmp_path: Path) -> None:
-    async with opened(tmp_path) as door:
+async def test_line_12_a_rotation_leaves_its_fence_pending_until_a_store_confirms(
+    tmp_path: Path, database_url: str
+) -> None:
+    async with opened(tmp_path, database_url) as door:
         tenant = await door.tenant("a")
         fence = await door.registry.rotate(tenant.id)
         assert fence is not None
-    async with opened(tmp_path) as door:
+    async with opened(tmp_path, database_url) as door:
         assert await door.directory.pending_fences() == [fence]
         assert await states(door, tenant.id) == ["dropping", "active"]
         await door.directory.fence_done(fence)
@@ -93,8 +97,8 @@ async def test_line_12_a_rotation_leaves_its_fence_pending_until_a_store_confirm
         assert await states(door, tenant.id) == ["dropped", "active"]
 
 
-async def test_a_later_fence_replaces_an_earlier_one(tmp_path: Path) -> None:
-    async with opened(tmp_path) as door:
+async def test_a_later_fence_replaces_an_earlier_one(tmp_path: Path, database_url: str) -> None:
+    async with opened(tmp_path, database_url) as door:
         tenant = await door.tenant("a")
         first, second = await door.registry.rotate(tenant.id), await door.registry.rotate(tenant.id)
         assert first is not None
@@ -110,8 +114,8 @@ async def test_a_later_fence_replaces_an_earlier_one(tmp_path: Path) -> None:
         assert await door.directory.pending_fences() == [deletion]
 
 
-async def test_rotations_at_once_each_get_an_epoch_of_their_own(tmp_path: Path) -> None:
-    async with opened(tmp_path) as door, opened(tmp_path) as other_gateway:
+async def test_rotations_at_once_each_get_an_epoch_of_their_own(tmp_path: Path, database_url: str) -> None:
+    async with opened(tmp_path, database_url) as door, opened(tmp_path, database_url) as other_gateway:
         tenant = await door.tenant("a")
         gateways = (door, other_gateway) * 4
         fences = await asyncio.gather(*(gateway.registry.rotate(tenant.id) for gateway in gateways))
@@ -154,8 +158,8 @@ async def test_a_deleted_key_is_unreadable_in_the_file(tmp_path: Path) -> None:
         assert not await door.registry.delete_key(tenant.id, row.id)
 
 
-async def test_line_15_a_tenant_recreated_with_the_same_name_starts_anew(tmp_path: Path) -> None:
-    async with opened(tmp_path) as door:
+async def test_line_15_a_tenant_recreated_with_the_same_name_starts_anew(tmp_path: Path, database_url: str) -> None:
+    async with opened(tmp_path, database_url) as door:
         first = await door.tenant("a")
         old = await door.directory.salt(first.id, 1), await door.directory.offload_key(first.id, 1)
         _, key = await door.key(first)
@@ -169,8 +173,8 @@ async def test_line_15_a_tenant_recreated_with_the_same_name_starts_anew(tmp_pat
         assert [fence.account for fence in await door.directory.pending_fences()] == [first.account]
 
 
-async def test_another_gateway_forgets_a_destroyed_salt_within_five_minutes(tmp_path: Path) -> None:
-    async with opened(tmp_path) as door, opened(tmp_path) as other_gateway:
+async def test_another_gateway_forgets_a_destroyed_salt_within_five_minutes(tmp_path: Path, database_url: str) -> None:
+    async with opened(tmp_path, database_url) as door, opened(tmp_path, database_url) as other_gateway:
         tenant = await door.tenant("a")
         await other_gateway.directory.salt(tenant.id, 1)
         await door.registry.delete_tenant(tenant.id)
@@ -183,3 +187,26 @@ async def states(door: Opened, tenant_id: str) -> list[str]:
     history = await door.registry.salts(tenant_id, 10)
     assert history is not None
     return [salt.state for salt in history]
+
+
+async def test_whoever_changes_a_tenant_waits_for_its_row(
+    tmp_path: Path, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reservation that holds it has read what the change would end."""
+    async with opened(tmp_path, postgres_url) as gateway:
+        tenant = await gateway.tenant("a")
+        row, _ = await gateway.key(tenant)
+        monkeypatch.setattr(engines, "BUSY_TIMEOUT_MS", 10)
+        async with opened(tmp_path, postgres_url) as door:
+            changes = (
+                lambda: door.registry.create_key(tenant.id, None, SCOPES, None),
+                lambda: door.registry.rotate(tenant.id),
+                lambda: door.registry.delete_key(tenant.id, row.id),
+                lambda: door.registry.delete_tenant(tenant.id),
+            )
+            for change in changes:
+                async with gateway.directory.database.write() as session:
+                    await session.get(Tenant, tenant.id, with_for_update={"key_share": True})  # type: ignore[arg-type]
+                    with pytest.raises(DatabaseUnavailable):
+                        await change()
+                assert await change()
