@@ -166,15 +166,14 @@ class Directory:
     async def fence_done(self, fence: PendingFence) -> None:
         """A store has confirmed it. Idempotent."""
         async with self.database.write() as session:
+            of_account = select(Tenant.id).where(Tenant.account == fence.account)
+            # First, as whoever else changes a tenant: two that lock rows in different orders wait for each other.
+            tenant_id = await session.scalar(of_account.with_for_update(key_share=True))
             await session.execute(delete(Fence).where(Fence.id == fence.id))
             if fence.epoch is not None:
                 await session.execute(
                     update(Epoch)
-                    .where(
-                        Epoch.tenant_id.in_(select(Tenant.id).where(Tenant.account == fence.account)),
-                        Epoch.epoch < fence.epoch,
-                        Epoch.dropped_at.is_(None),
-                    )
+                    .where(Epoch.tenant_id == tenant_id, Epoch.epoch < fence.epoch, Epoch.dropped_at.is_(None))
                     .values(dropped_at=self.clock())
                 )
 
