@@ -135,7 +135,7 @@ def _read(body: Body, shape: type[Quotas]) -> Quotas:
             raise bad_value(name, f"{name} is not built yet; leave it out.")
         if shape is KeyQuotas and name in TenantQuotas.__struct_fields__ and name not in KeyQuotas.__struct_fields__:
             raise bad_value(name, f"{name} is a limit of tenants; set it in the tenant's quotas.")
-    read = convert({name: value for name, value in body.items() if value is not None}, shape)
+    read = convert(body, shape)
     try:
         ZoneInfo(read.time_zone)
     except (ZoneInfoNotFoundError, ValueError, OSError):
