@@ -26,6 +26,8 @@ MISSING = (
     "or leave those tests out: make test POSTGRES=no"
 )
 _USER = "saltern"
+# Whose standard input ends when the tests are closed, and when they are killed.
+_CLEAN_UP = 'cat; "$1/pg_ctl" stop --pgdata="$2/data" --mode=immediate; rm -rf "$2"'
 _SETTINGS = {
     "listen_addresses": "",
     "fsync": "off",
@@ -50,6 +52,7 @@ class Cluster:
     def __init__(self, binaries: Path) -> None:
         self._binaries = binaries
         self._folder: Path | None = None
+        self._cleaner: subprocess.Popen[bytes] | None = None
 
     def url(self, database: str = "postgres") -> str:
         """Of a database that need not exist yet."""
@@ -58,6 +61,12 @@ class Cluster:
             self._folder = Path(tempfile.mkdtemp(prefix="saltern-postgres-", dir="/tmp"))
             if (account := _unprivileged()) is not None:
                 os.chown(self._folder, account.pw_uid, account.pw_gid)
+            self._cleaner = subprocess.Popen(
+                ["/bin/sh", "-c", _CLEAN_UP, "sh", self._binaries, self._folder],
+                stdin=subprocess.PIPE,
+                start_new_session=True,  # or Ctrl-C would end it too
+                **self._quietly(),
+            )
             self._run("initdb", "--no-sync", "--auth=trust", f"--username={_USER}", "--encoding=UTF8", "--locale=C")
             self.start()
         return f"postgresql+asyncpg://{_USER}@/{database}?host={self._folder}"
@@ -73,29 +82,24 @@ class Cluster:
         self._run("pg_ctl", "stop", "--wait", "--mode=immediate")
 
     def close(self) -> None:
-        if self._folder is not None:
-            if (self._folder / "data" / "postmaster.pid").exists():
-                self.stop()
-            shutil.rmtree(self._folder)
-            self._folder = None
+        if self._cleaner is not None:
+            self._cleaner.communicate()
+            self._cleaner = self._folder = None
 
     def _run(self, program: str, *arguments: str) -> None:
-        account = _unprivileged()
-        whose: Any = {} if account is None else {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
-        done = subprocess.run(
-            [self._binaries / program, f"--pgdata={self._folder}/data", *arguments],
-            cwd=self._folder,
-            env=os.environ | {"LC_ALL": "C"},
-            # Not a pipe, which the server would inherit and keep open.
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            check=False,
-            **whose,
-        )
+        command = [self._binaries / program, f"--pgdata={self._folder}/data", *arguments]
+        done = subprocess.run(command, check=False, **self._quietly())
         if done.returncode:
-            log = self._folder / "log" if self._folder else None
-            said = log.read_text() if log is not None and log.exists() else ""
+            log = Path(f"{self._folder}/log")
+            said = log.read_text() if log.exists() else ""
             raise RuntimeError(f"{program} {arguments} failed with {done.returncode}:\n{said}")
+
+    def _quietly(self) -> dict[str, Any]:
+        """How programs run: as who may, and without pipes, which the server would inherit and keep open."""
+        account = _unprivileged()
+        whose = {} if account is None else {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return {"cwd": self._folder, "env": os.environ | {"LC_ALL": "C"}, **silent, **whose}
 
 
 def _unprivileged() -> pwd.struct_passwd | None:

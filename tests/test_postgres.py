@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,16 @@ def test_the_newest_of_debians_versions_is_taken(tmp_path: Path, monkeypatch: py
         (tmp_path / version / "bin").mkdir(parents=True)
         (tmp_path / version / "bin" / "initdb").touch()
     assert postgres.find_binaries() == tmp_path / "16" / "bin"
+
+
+@pytest.mark.postgres
+def test_a_cluster_goes_with_tests_that_are_killed() -> None:
+    code = (
+        "import os, signal; from tests.postgres import Cluster, find_binaries; "
+        "print(Cluster(find_binaries()).url(), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False)
+    folder = Path(done.stdout.strip().partition("host=")[2])
+    assert folder.name.startswith("saltern-postgres-")
+    while folder.exists():
+        time.sleep(0.05)
