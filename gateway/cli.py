@@ -21,6 +21,7 @@ from gateway.admin_cli import keys_app, salts_app, tenants_app
 from gateway.config_cli import config_app
 from gateway.configured import command, refusals
 from gateway.database_cli import db_app
+from gateway.kek_cli import kek_app
 from gateway.options import GatewayOptions, LogLevel, ServeOptions, StoreOptions
 from gateway.settings import SettingsError, check_environment, prepare_data_dir, size_bytes
 
@@ -35,6 +36,7 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(salts_app, name="salts")
 app.add_typer(config_app, name="config")
 app.add_typer(db_app, name="db")
+app.add_typer(kek_app, name="kek")
 
 
 def _print_version(wanted: bool) -> None:

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Literal
 
-from sqlalchemy import delete, exists, select
+from sqlalchemy import delete, exists, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.http.errors import Unavailable
@@ -17,7 +18,7 @@ from gateway.secret import Secret
 from gateway.tenants import api_keys
 from gateway.tenants.database import Database
 from gateway.tenants.tables import WrappedSecret, utc_now
-from gateway.tenants.vault import KekFile, KeyProvider, Place, VaultError, Wrapped
+from gateway.tenants.vault import KekFile, KeyProvider, Place, UnknownKey, VaultError, Wrapped
 
 log = logging.getLogger("saltern.gateway")
 
@@ -71,8 +72,18 @@ class Keyring:
         return keyring
 
     async def create(self, session: AsyncSession, place: Place) -> None:
-        """A new secret of random bytes, derived from nothing: a derived one could not be destroyed."""
-        wrapped = await self._provider.wrap(place, Secret(os.urandom(SECRET_BYTES)))
+        """A new secret of random bytes, derived from nothing: a derived one could not be destroyed.
+
+        Raises:
+            SaltUnavailable: the KEK cannot be read now.
+        """
+        # Before the KEK is read, and until the row is committed, no rotation of it can come to its end.
+        await hold_wrapped_secrets(session, "ROW EXCLUSIVE")
+        try:
+            wrapped = await self._provider.wrap(place, Secret(os.urandom(SECRET_BYTES)))
+        except VaultError as error:
+            log.error("%s", error)
+            raise SaltUnavailable from error
         session.add(
             WrappedSecret(
                 purpose=place.purpose,
@@ -101,8 +112,11 @@ class Keyring:
         if place in self._opened:
             return self._opened[place][0]
         try:
-            async with self._database.read() as session:
-                secret = await self._unwrap(session, place)
+            try:
+                secret = await self._read(place)
+            except UnknownKey:
+                # Re-wrapped, and its key removed, between the two reads of row and file: the next pair agrees.
+                secret = await self._read(place)
         except VaultError as error:
             # One that is gone was destroyed by a rotation that the caller has not seen yet, most of the time.
             if not isinstance(error, SecretGone):
@@ -121,11 +135,25 @@ class Keyring:
         for place in [place for place in self._opened if place.tenant_id == tenant_id]:
             del self._opened[place]
 
+    async def _read(self, place: Place) -> Secret:
+        async with self._database.read() as session:
+            return await self._unwrap(session, place)
+
     async def _unwrap(self, session: AsyncSession, place: Place) -> Secret:
         row = await session.get(WrappedSecret, (place.purpose, place.tenant_id, place.epoch))
         if row is None:
             raise SecretGone(f"there is no {place.purpose} of tenant {place.tenant_id!r}, epoch {place.epoch}")
         return await self._provider.unwrap(place, Wrapped(row.kek_id, row.wrapped))
+
+
+async def hold_wrapped_secrets(session: AsyncSession, mode: Literal["ROW EXCLUSIVE", "SHARE ROW EXCLUSIVE"]) -> None:
+    """Until the transaction ends, hold the table of wrapped secrets in a mode of PostgreSQL's LOCK TABLE.
+
+    The first mode goes along with itself and not with the second. On SQLite both are its one write lock.
+    """
+    connection = await session.connection()  # SQLite: BEGIN IMMEDIATE, unless it was said before
+    if connection.dialect.name == "postgresql":
+        await session.execute(text(f"LOCK TABLE wrapped_secrets IN {mode} MODE"))
 
 
 def _pepper(version: int) -> Place:

@@ -39,6 +39,10 @@ class VaultError(Exception):
     """A wrapped secret does not open, or the key that would open it is missing or not kept safely."""
 
 
+class UnknownKey(VaultError):
+    """The KEK that would open a secret is not there: the wrong file, or the row was re-wrapped after it was read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a secret belongs. Secrets of the instance: `tenant_id` is empty, `epoch` a version."""
@@ -49,6 +53,9 @@ class Place:
 
     def aad(self, kek_id: str) -> bytes:
         return encode("saltern/v1/wrap", self.purpose, self.tenant_id, self.epoch, kek_id)
+
+    def __str__(self) -> str:
+        return f"the {self.purpose} of tenant {self.tenant_id!r}, epoch {self.epoch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,8 @@ class KeyProvider(Protocol):
     def key_id(self) -> str:
         """The KEK that new secrets are wrapped under."""
 
-    async def wrap(self, place: Place, secret: Secret) -> Wrapped: ...
+    async def wrap(self, place: Place, secret: Secret) -> Wrapped:
+        """Raises `VaultError` if the KEK cannot be had now."""
 
     async def unwrap(self, place: Place, wrapped: Wrapped) -> Secret:
         """Raises `VaultError` if it does not open."""
@@ -99,7 +107,13 @@ class KekFile:
     def key_id(self) -> str:
         return next(iter(self._keys))
 
+    @property
+    def old_key_ids(self) -> list[str]:
+        return list(self._keys)[1:]
+
     async def wrap(self, place: Place, secret: Secret) -> Wrapped:
+        # Another process may have put a new key in front of the one that is known here: see `kek_rotation`.
+        self._keys = _read(self._path)
         nonce = os.urandom(NONCE_BYTES)
         key = AESGCM(self._keys[self.key_id].reveal())
         return Wrapped(self.key_id, nonce + key.encrypt(nonce, secret.reveal(), place.aad(self.key_id)))
@@ -108,8 +122,8 @@ class KekFile:
         if wrapped.kek_id not in self._keys:
             self._keys = _read(self._path)  # another process may have added a key
         if wrapped.kek_id not in self._keys:
-            raise VaultError(
-                f"the {place.purpose} was wrapped under key {wrapped.kek_id!r}, {self._path} holds "
+            raise UnknownKey(
+                f"{place} was wrapped under key {wrapped.kek_id!r}, {self._path} holds "
                 f"{', '.join(self._keys)}: restore the file that belongs to this database"
             )
         nonce, ciphertext = wrapped.blob[:NONCE_BYTES], wrapped.blob[NONCE_BYTES:]
@@ -118,13 +132,43 @@ class KekFile:
             return Secret(key.decrypt(nonce, ciphertext, place.aad(wrapped.kek_id)))
         except (InvalidTag, ValueError):
             raise VaultError(
-                f"the {place.purpose} of tenant {place.tenant_id!r}, epoch {place.epoch} does not open: "
-                "the row was damaged or moved; restore it from a backup, or rotate"
+                f"{place} does not open: the row was damaged or moved; restore it from a backup, or rotate the "
+                "tenant's salts"
             ) from None
 
     async def health(self) -> None:
-        if self.key_id not in _read(self._path):
-            raise VaultError(f"{self._path} no longer holds the current key {self.key_id}: restore it")
+        self._keys = _read(self._path)
+
+    def prepend_new_key(self) -> None:
+        """From now on every process wraps under a new key, and the others still open.
+
+        Raises:
+            VaultError: the file cannot be written anew with its owner and mode.
+        """
+        key = Secret(os.urandom(KEY_BYTES))
+        self._replace({kek_id(key): key, **_read(self._path)})
+
+    def remove_old_keys(self) -> None:
+        """Only the current key stays. Raises as `prepend_new_key`."""
+        self._replace({self.key_id: self._keys[self.key_id]})
+
+    def _replace(self, keys: dict[str, Secret]) -> None:
+        path = self._path.resolve()  # a link goes on pointing at it
+        try:
+            kept = path.stat()
+            temporary = write_beside(path, _lines(keys))
+            try:
+                # By its owner only, unless root does it: nobody else may give files away.
+                os.chown(temporary, kept.st_uid, kept.st_gid)
+                os.chmod(temporary, stat.S_IMODE(kept.st_mode))
+                os.replace(temporary, path)
+            except OSError:
+                os.unlink(temporary)
+                raise
+            _sync_directory(path.parent)
+        except OSError as error:
+            raise VaultError(f"the key-encryption key {path} cannot be written anew: {error.strerror}") from None
+        self._keys = keys
 
     def __repr__(self) -> str:
         return f"<KekFile {self._path}>"
@@ -178,20 +222,29 @@ def _check_permissions(path: Path, status: os.stat_result) -> None:
         raise VaultError(f"{path} has mode {mode:04o}, open to others: chmod 600 {path}")
 
 
+def _lines(keys: dict[str, Secret]) -> bytes:
+    return b"".join(f"{name} {base64.b64encode(key.reveal()).decode()}\n".encode() for name, key in keys.items())
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
 def _create(path: Path) -> None:
     key = Secret(os.urandom(KEY_BYTES))
-    line = f"{kek_id(key)} {base64.b64encode(key.reveal()).decode()}\n".encode()
     try:
-        temporary = write_beside(path, line)
+        temporary = write_beside(path, _lines({kek_id(key): key}))
         try:
             os.link(temporary, path)  # unlike a rename, never over a key that somebody else made meanwhile
         except FileExistsError:
             return
         finally:
             os.unlink(temporary)
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        os.fsync(directory)
-        os.close(directory)
+        _sync_directory(path.parent)
     except OSError as error:
         raise VaultError(f"the key-encryption key {path} cannot be made: {error.strerror}") from None
     log.warning(
