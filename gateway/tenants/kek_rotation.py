@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import glob
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -86,7 +87,7 @@ async def rotate(database: Database, kek_file: Path) -> Rotated:
         DatabaseUnavailable: it is locked or gone. The old keys stay.
     """
     kek = KekFile.open(kek_file)  # before a lock is put beside what may not be there
-    with _alone(kek_file.resolve()):
+    with _alone(kek_file):
         await kek.health()
         if (await plan(database, kek)).new_key_id is None:
             kek.prepend_new_key()
@@ -144,16 +145,18 @@ def _place(row: WrappedSecret) -> Place:
 @contextmanager
 def _alone(kek_file: Path) -> Iterator[None]:
     """One rotation of a file at a time; what a killed one left half written beside it is removed."""
+    kek_file = kek_file.resolve()
     path = kek_file.with_name(f"{kek_file.name}.lock")
     try:
-        lock = open(path, "w")
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise RotationRefused(f"{path} cannot be written: {error.strerror}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RotationRefused(f"another rotation of {kek_file} is running") from None
+        raise RotationRefused(f"{path} cannot be made: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for unfinished in kek_file.parent.glob(f"{glob.escape(kek_file.name)}.*.new"):
             unfinished.unlink()
         yield
+    except BlockingIOError:
+        raise RotationRefused(f"another rotation of {kek_file} is running") from None
+    finally:
+        os.close(lock)
