@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -50,7 +49,7 @@ def _main(url: str, kek_file: Path) -> None:
         reading, writing = os.pipe()
         if not (child := os.fork()):
             try:
-                _die_at(int(line), lambda moment: os.write(writing, moment.encode()))
+                _die_at(int(line), writing)
                 asyncio.run(_rotate(url, kek_file))
                 os._exit(0)
             finally:
@@ -61,15 +60,20 @@ def _main(url: str, kek_file: Path) -> None:
             print(told.read() or "end", status, flush=True)
 
 
-def _die_at(number: int, tell: Callable[[str], object]) -> None:
-    """Have this process killed at the moment of that number: about to name a file, having named it, having committed."""
+def _die_at(number: int, pipe: int) -> None:
+    """Have this process killed: before a file gets its name, after it, or after a row was committed.
+
+    Args:
+        number: of the moment, from 1; 0 for never.
+        pipe: where its name goes.
+    """
     moments = 0
 
     def moment(name: str) -> None:
         nonlocal moments
         moments += 1
         if moments == number:
-            tell(name)
+            os.write(pipe, name.encode())
             os.kill(os.getpid(), signal.SIGKILL)
 
     replace = os.replace

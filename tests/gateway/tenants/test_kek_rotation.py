@@ -23,8 +23,8 @@ from gateway.tenants.kek_rotation import rotate
 from gateway.tenants.keyring import Keyring
 from gateway.tenants.tables import WrappedSecret
 from gateway.tenants.vault import KekFile, Place, VaultError, Wrapped, kek_id
-from tests.gateway.tenants.opened import opened
 from tests.gateway.tenants.opened import database_url as sqlite_url
+from tests.gateway.tenants.opened import opened
 from tests.gateway.tenants.rotating import Rotations
 
 pytestmark = pytest.mark.anyio
@@ -75,7 +75,6 @@ async def test_line_21_every_secret_is_wrapped_anew_and_the_old_key_opens_nothin
         for name in ("a", "b"):
             tenant = await door.tenant(name)
             await door.registry.rotate(tenant.id)
-        _, key = await door.key(tenant)
         database = door.directory.database
         before, old_rows, old_file = await secrets(database, kek_file), await rows(database), kek_file.read_text()
         assert len(before) == 2 + 2 * 2
@@ -124,7 +123,7 @@ async def test_line_21_a_rotation_killed_anywhere_loses_nothing_and_is_ended_by_
                 assert len(key_ids(kek_file)) == 1
                 assert key_ids(kek_file) != [first_file.split()[0]]
                 assert await secrets(database, kek_file) == before
-                assert sorted(path.name for path in tmp_path.glob("kek*")) == ["kek", "kek.lock"]
+                assert sorted(name for name in os.listdir(tmp_path) if name.startswith("kek")) == ["kek", "kek.lock"]
 
                 async with database.write() as session:
                     await session.execute(delete(WrappedSecret))
@@ -186,7 +185,7 @@ async def test_gateways_that_make_secrets_all_the_while_lose_none(database_url: 
                 assert fence is not None
                 made[tenant.id] = fence.epoch or 0
                 number += 1
-                await asyncio.sleep(0.01)  # SQLite's lock is nobody's for a moment, as it is beside real gateways
+                await asyncio.sleep(0.05)  # SQLite's lock is nobody's for a moment, as it is beside real gateways
 
         await asyncio.gather(serve("new"), serve("newer"))
         said, _ = await ended
@@ -219,7 +218,7 @@ async def test_a_secret_that_is_being_made_under_the_old_key_keeps_it(database_u
             await door.directory.keyring.create(session, place)
             rotation = asyncio.create_task(rotate(another, kek_file))
             while not await has_to_wait() and not rotation.done():
-                await asyncio.sleep(0.01)
+                await asyncio.wait([rotation], timeout=0.01)
             assert not rotation.done()
             assert old in key_ids(kek_file)
         done = await rotation
@@ -328,15 +327,14 @@ async def test_what_cannot_be_rotated_is_one_line_and_nothing_is_made(tmp_path: 
         return errors[0]
 
     assert "kek is missing" in await asyncio.to_thread(refused)
-    assert list(tmp_path.iterdir()) == []
+    assert os.listdir(tmp_path) == []
     async with opened(tmp_path):
         pass
     before = (tmp_path / "kek").read_text()
-    with open(tmp_path / "kek.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert await asyncio.to_thread(refused) == f"saltern: another rotation of {tmp_path / 'kek'} is running"
+    lock = os.open(tmp_path / "kek.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert await asyncio.to_thread(refused) == f"saltern: another rotation of {tmp_path / 'kek'} is running"
+    os.close(lock)
     empty = f"sqlite+aiosqlite:///{tmp_path / 'other.db'}"
     assert "the database has no secrets" in await asyncio.to_thread(refused, "--database-url", empty)
-    nowhere = f"sqlite+aiosqlite:///{tmp_path / 'missing' / 'other.db'}"
-    assert "does not open" in await asyncio.to_thread(refused, "--database-url", nowhere)
     assert (tmp_path / "kek").read_text() == before
