@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
@@ -19,6 +19,8 @@ from gateway.admin.shapes import (
     DroppedBody,
     KeyBody,
     KeyInput,
+    KeyPatch,
+    KeyRotateInput,
     Page,
     PageQuery,
     RotateBody,
@@ -30,8 +32,8 @@ from gateway.admin.shapes import (
     json_response,
 )
 from gateway.admin.usage import UsageApi
-from gateway.http.body import read_struct
-from gateway.http.errors import ApiError, bad_value
+from gateway.http.body import MERGE_PATCH, read_struct
+from gateway.http.errors import JSON, ApiError, bad_value
 from gateway.http.routing import Route
 from gateway.secret import Secret
 from gateway.tenants.directory import Directory
@@ -51,6 +53,7 @@ _KEY_NAME = re.compile(KEY_NAME)
 def admin_routes(directory: Directory, link: StoreLink) -> list[Route]:
     api = AdminApi(directory, link)
     tenant = PREFIX + "/{tenant_id}"
+    key = tenant + "/keys/{key_id}"
     return [
         Route(
             "POST",
@@ -100,9 +103,29 @@ def admin_routes(directory: Directory, link: StoreLink) -> list[Route]:
             query=PageQuery,
             answers=Page[KeyBody],
         ),
+        Route("GET", key, "admin:keys:read", api.get_key, summary="One key, without its secret", answers=KeyBody),
+        Route(
+            "PATCH",
+            key,
+            "admin:keys:write",
+            api.change_key,
+            summary="Change a key's name, scopes, expiry, or whether it is active (JSON Merge Patch)",
+            reads=KeyPatch,
+            answers=KeyBody,
+        ),
+        Route(
+            "POST",
+            key + "/rotate",
+            "admin:keys:write",
+            api.rotate_key,
+            summary="Give a key a new secret, shown this once; the old one opens for the grace period",
+            reads=KeyRotateInput,
+            may_be_empty=True,
+            answers=KeyBody,
+        ),
         Route(
             "DELETE",
-            tenant + "/keys/{key_id}",
+            key,
             "admin:keys:write",
             api.delete_key,
             summary="Delete a key; the next request with it is refused",
@@ -173,10 +196,7 @@ class AdminApi:
     async def create_key(self, request: Request) -> Response:
         tenant_id = id_of(request, "tenant_id")
         body = await read_struct(request, KeyInput)
-        if body.name is not None and not _KEY_NAME.fullmatch(body.name):
-            raise bad_value("name", "A key's name is 1 to 64 characters, none of them a control character.")
-        if body.expires_at is not None and not self._clock() < body.expires_at < _NEVER:
-            raise bad_value("expires_at", f"expires_at must lie between now and {_NEVER:%Y-%m-%d}.")
+        self._check_key(body.name, body.expires_at)
         created = await self._registry.create_key(tenant_id, body.name, frozenset(body.scopes), body.expires_at)
         if created is None:
             raise not_found()
@@ -192,6 +212,41 @@ class AdminApi:
         now = self._clock()
         return json_response(pages.page(rows, asked.limit, lambda row: _key_body(row, now), _row_position))
 
+    async def get_key(self, request: Request) -> Response:
+        row = await self._registry.key(id_of(request, "tenant_id"), id_of(request, "key_id"))
+        if row is None:
+            raise not_found()
+        return json_response(_key_body(row, self._clock()))
+
+    async def change_key(self, request: Request) -> Response:
+        tenant_id, key_id = id_of(request, "tenant_id"), id_of(request, "key_id")
+        body = await read_struct(request, KeyPatch, (JSON, MERGE_PATCH))
+        self._check_key(
+            None if body.name is UNSET else body.name, None if body.expires_at is UNSET else body.expires_at
+        )
+        values = {name: value for name in body.__struct_fields__ if (value := getattr(body, name)) is not UNSET}
+        if "scopes" in values:
+            values["scopes"] = sorted(set(values["scopes"]))
+        row = await self._registry.change_key(tenant_id, key_id, values)
+        if row is None:
+            raise not_found()
+        return json_response(_key_body(row, self._clock()))
+
+    async def rotate_key(self, request: Request) -> Response:
+        tenant_id, key_id = id_of(request, "tenant_id"), id_of(request, "key_id")
+        body = await read_struct(request, KeyRotateInput) if _has_body(request) else KeyRotateInput()
+        rotated = await self._registry.rotate_key(tenant_id, key_id, timedelta(seconds=body.grace_seconds))
+        if rotated is None:
+            raise not_found()
+        row, text = rotated
+        return json_response(_key_body(row, self._clock(), text), headers={"cache-control": "no-store"})
+
+    def _check_key(self, name: str | None, expires_at: datetime | None) -> None:
+        if name is not None and not _KEY_NAME.fullmatch(name):
+            raise bad_value("name", "A key's name is 1 to 64 characters, none of them a control character.")
+        if expires_at is not None and not self._clock() < expires_at < _NEVER:
+            raise bad_value("expires_at", f"expires_at must lie between now and {_NEVER:%Y-%m-%d}.")
+
     async def delete_key(self, request: Request) -> Response:
         if not await self._registry.delete_key(id_of(request, "tenant_id"), id_of(request, "key_id")):
             raise not_found()
@@ -206,7 +261,7 @@ class AdminApi:
 
     async def rotate_salt(self, request: Request) -> Response:
         tenant_id = id_of(request, "tenant_id")
-        if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+        if _has_body(request):
             await read_struct(request, RotateInput)
         fence = await self._registry.rotate(tenant_id)
         if fence is None or fence.epoch is None:
@@ -223,6 +278,10 @@ class AdminApi:
         return dropped
 
 
+def _has_body(request: Request) -> bool:
+    return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+
+
 def _check_tenant_name(name: str) -> None:
     if not _TENANT_NAME.fullmatch(name):
         raise bad_value("name", "A tenant's name is 1 to 64 of a-z, 0-9 and -.")
@@ -234,7 +293,17 @@ def _tenant_body(row: Tenant) -> TenantBody:
 
 def _key_body(row: ApiKey, now: datetime, text: Secret | UnsetType = UNSET) -> KeyBody:
     status = row.status if row.status != "active" or is_active(row.status, row.expires_at, now) else "expired"
-    return KeyBody(row.id, row.name, row.last4, row.scopes, status, row.created_at, row.expires_at, secret=text)
+    return KeyBody(
+        row.id,
+        row.name,
+        row.last4,
+        row.scopes,
+        status,
+        row.created_at,
+        row.expires_at,
+        row.last_used_at,
+        secret=text,
+    )
 
 
 def _salt_body(row: SaltHistory) -> SaltBody:

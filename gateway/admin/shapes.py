@@ -16,6 +16,7 @@ from policies.rates import MAX_LIMIT as MAX_LIMIT_VALUE
 
 DEFAULT_LIMIT = 50
 MAX_LIMIT = 200
+MAX_GRACE_SECONDS = 7 * 24 * 3600
 TENANT_NAME = r"[a-z0-9-]{1,64}"
 KEY_NAME = r"[^\x00-\x1f\x7f-\x9f]{1,64}"
 
@@ -41,6 +42,21 @@ class KeyInput(Input, frozen=True):
     name: KeyName | None = None
     scopes: Annotated[tuple[TenantScope, ...], Meta(min_length=1)] = TENANT_SCOPES
     expires_at: Moment | None = None
+
+
+class KeyPatch(Input, frozen=True):
+    """What is left out stays. `name`, `expires_at`: null for none."""
+
+    name: KeyName | UnsetType | None = UNSET
+    scopes: Annotated[tuple[TenantScope, ...], Meta(min_length=1)] | UnsetType = UNSET
+    status: Literal["active", "disabled"] | UnsetType = UNSET
+    expires_at: Moment | UnsetType | None = UNSET
+
+
+class KeyRotateInput(Input, frozen=True):
+    """`grace_seconds`: how long the secret before this one still opens."""
+
+    grace_seconds: Annotated[int, Meta(ge=0, le=MAX_GRACE_SECONDS)] = 0
 
 
 Limit = Annotated[int, Meta(ge=1, le=MAX_LIMIT_VALUE)]
@@ -102,7 +118,7 @@ class TenantBody(msgspec.Struct, frozen=True):
 
 
 class KeyBody(msgspec.Struct, frozen=True):
-    """`secret` is there in the answer that creates the key, and never again. `last_used_at` is not recorded yet."""
+    """`secret` is there in the answer that creates the key, and never again."""
 
     id: str
     name: str | None

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Row, bindparam, delete, exists, or_, select, update
+from sqlalchemy import bindparam, delete, exists, or_, select, update
 
 from gateway.http.errors import Unauthorized
 from gateway.secret import Secret
@@ -46,7 +46,16 @@ def _key_columns(key: type[ApiKey] | type[AdminKey]) -> list[Any]:
 
 
 _TENANT_KEY = (
-    select(*_key_columns(ApiKey), ApiKey.tenant_id, Tenant.account, Tenant.epoch, Tenant.status.label("tenant_status"))
+    select(
+        *_key_columns(ApiKey),
+        ApiKey.previous_digest,
+        ApiKey.previous_pepper_version,
+        ApiKey.previous_until,
+        ApiKey.tenant_id,
+        Tenant.account,
+        Tenant.epoch,
+        Tenant.status.label("tenant_status"),
+    )
     .join(Tenant, Tenant.id == ApiKey.tenant_id)
     .where(ApiKey.id == bindparam("key_id"))
 )
@@ -189,11 +198,19 @@ class Directory:
             os.replace(write_beside(path, key.text.reveal() + b"\n"), path)
         return path
 
-    async def _matches(self, presented: ParsedKey, stored: Row[Any] | None) -> bool:
-        version = stored.pepper_version if stored else PEPPER_VERSION
-        expected = stored.digest if stored else _DUMMY_DIGEST
-        equal = hmac.compare_digest(await self.keyring.digest(presented.secret, version), expected)
-        return equal and stored is not None and is_active(stored.status, stored.expires_at, self.clock())
+    async def _matches(self, presented: ParsedKey, stored: Any | None) -> bool:
+        """Compared with the secret and with the one before it, or with nobody's: always as much work."""
+        now = self.clock()
+        is_current = await self._is(presented, stored and stored.digest, stored and stored.pepper_version)
+        before = getattr(stored, "previous_digest", None)
+        is_previous = await self._is(presented, before, getattr(stored, "previous_pepper_version", None))
+        until = getattr(stored, "previous_until", None)
+        is_one = is_current or (is_previous and until is not None and now < until)
+        return is_one and stored is not None and is_active(stored.status, stored.expires_at, now)
+
+    async def _is(self, presented: ParsedKey, digest: bytes | None, pepper_version: int | None) -> bool:
+        found = await self.keyring.digest(presented.secret, pepper_version or PEPPER_VERSION)
+        return hmac.compare_digest(found, digest or _DUMMY_DIGEST)
 
 
 def _presented(kind: Kind, headers: Headers) -> ParsedKey:

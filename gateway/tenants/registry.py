@@ -7,12 +7,12 @@ when a store confirms it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Literal
 
-from sqlalchemy import delete, select, tuple_
+from sqlalchemy import Select, delete, select, tuple_
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -20,7 +20,7 @@ from gateway.secret import Secret
 from gateway.tenants.database import Database
 from gateway.tenants.fences import PendingFence
 from gateway.tenants.keyring import Keyring
-from gateway.tenants.minting import new_key, random_id
+from gateway.tenants.minting import new_key, new_secret, random_id
 from gateway.tenants.tables import ApiKey, Epoch, Fence, Tenant, unused_state, utc_now
 from gateway.tenants.vault import Place
 
@@ -130,6 +130,34 @@ class Registry:
                 return None
             return (await session.scalars(statement.order_by(ApiKey.created_at, ApiKey.id).limit(limit))).all()
 
+    async def key(self, tenant_id: str, key_id: str) -> ApiKey | None:
+        async with self._database.read() as session:
+            return await session.scalar(_key(tenant_id, key_id))
+
+    async def change_key(self, tenant_id: str, key_id: str, values: Mapping[str, Any]) -> ApiKey | None:
+        """Set these columns: name, scopes, status or expires_at. The next request with the key meets them."""
+        async with self._database.write() as session:
+            await session.get(Tenant, tenant_id, with_for_update=_LOCK)
+            row = await session.scalar(_key(tenant_id, key_id))
+            if row is not None:
+                for name, value in values.items():
+                    setattr(row, name, value)
+        return row
+
+    async def rotate_key(self, tenant_id: str, key_id: str, grace: timedelta) -> tuple[ApiKey, Secret] | None:
+        """A new secret for the key; the one before it opens until `grace` is over. Other ones open no longer."""
+        async with self._database.write() as session:
+            await session.get(Tenant, tenant_id, with_for_update=_LOCK)
+            row = await session.scalar(_key(tenant_id, key_id))
+            if row is None:
+                return None
+            text, secret = await new_secret(self._keyring, row.id)
+            row.previous_digest, row.previous_pepper_version = row.digest, row.pepper_version
+            row.previous_until = self._clock() + grace
+            for name, value in secret.items():
+                setattr(row, name, value)
+        return row, text
+
     async def delete_key(self, tenant_id: str, key_id: str) -> bool:
         """Whether there was such a key. The next request with it is refused."""
         statement = delete(ApiKey).where(ApiKey.id == key_id, ApiKey.tenant_id == tenant_id).returning(ApiKey.id)
@@ -180,6 +208,10 @@ class Registry:
         row = Fence(id="fen_" + random_id(_ID_DIGITS), account=account, epoch=epoch, created_at=self._clock())
         session.add(row)
         return PendingFence(row.id, account, epoch)
+
+
+def _key(tenant_id: str, key_id: str) -> Select[ApiKey]:
+    return select(ApiKey).where(ApiKey.id == key_id, ApiKey.tenant_id == tenant_id)
 
 
 def _salt_state(row: Epoch, tenant: Tenant) -> SaltState:

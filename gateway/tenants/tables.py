@@ -17,6 +17,7 @@ What every request writes counts time in ms since 1970: one clock for rates, win
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -36,6 +37,9 @@ NAMING_CONVENTION = {
 }
 
 
+LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
+
+
 def utc_now() -> datetime:
     return datetime.now(UTC)
 
@@ -51,6 +55,20 @@ class UtcDateTime(TypeDecorator[datetime]):
 
     def process_result_value(self, value: Any | None, dialect: Dialect) -> datetime | None:
         return None if value is None else value.replace(tzinfo=UTC)
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], datetime | None] | None:
+        """What SQLite has there and is no time was long ago: whatever ends then has ended."""
+        convert = super().result_processor(dialect, coltype)
+        if convert is None:
+            return None
+
+        def converted(value: Any) -> datetime | None:
+            try:
+                return convert(value)
+            except (TypeError, ValueError):
+                return LONG_AGO
+
+        return converted
 
 
 class Base(DeclarativeBase):
