@@ -118,7 +118,8 @@ def test_no_content_and_an_optional_body_are_told_apart_from_others() -> None:
     assert "content" in tenants["get"]["responses"]["200"]
     bodies = {path: o["post"]["requestBody"]["required"] for path, o in ADMIN_DOCUMENT["paths"].items() if "post" in o}
     assert [path for path, required in bodies.items() if not required] == [
-        "/admin/v1/tenants/{tenant_id}/salts/rotate"
+        "/admin/v1/tenants/{tenant_id}/keys/{key_id}/rotate",
+        "/admin/v1/tenants/{tenant_id}/salts/rotate",
     ]
 
 
