@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.spellings import found
 from tests.system.insider import Insider
 from tests.system.support import Server, Tenant, random_prompt
 
@@ -68,20 +68,6 @@ def test_line_06_without_a_salt_that_opens_nothing_reaches_the_store(
         database.execute(f"INSERT INTO wrapped_secrets VALUES ({', '.join('?' * len(saved))})", saved)
     assert [tenant.cached_tokens(prompt), tenant.cached_tokens(prompt)] == [0, 16]
     assert server.wait_until_idle().computed_tokens == before.computed_tokens + ONE_BLOCK + 1
-
-
-def spellings(secret: bytes) -> Iterator[bytes]:
-    """How somebody might have written it down."""
-    yield secret
-    yield secret.hex().encode()
-    yield secret.hex().upper().encode()
-    yield base64.b64encode(secret).rstrip(b"=")
-    yield base64.urlsafe_b64encode(secret).rstrip(b"=")
-    yield repr(secret)[2:-1].encode()
-
-
-def found(secret: bytes, text: bytes) -> bool:
-    return any(spelling in text for spelling in spellings(secret))
 
 
 def test_line_16_no_salt_offload_key_or_api_key_is_readable_in_the_database(
