@@ -131,9 +131,9 @@ class KekFile:
             key = AESGCM(self._keys[wrapped.kek_id].reveal())
             return Secret(key.decrypt(nonce, ciphertext, place.aad(wrapped.kek_id)))
         except (InvalidTag, ValueError):
+            remedy = ", or rotate the tenant's salts" if place.tenant_id else ""
             raise VaultError(
-                f"{place} does not open: the row was damaged or moved; restore it from a backup, or rotate the "
-                "tenant's salts"
+                f"{place} does not open: the row was damaged or moved; restore it from a backup{remedy}"
             ) from None
 
     async def health(self) -> None:
