@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from sqlalchemy import URL, Connection, create_engine, event, text
 from sqlalchemy.engine import ExceptionContext, make_url
@@ -44,6 +45,8 @@ def engine(url: str) -> AsyncEngine:
                 # A server that was started anew is found at once, and not by a request that fails.
                 "pool_pre_ping": True,
             }
+        elif parsed.get_backend_name() == "sqlite":
+            options = {"connect_args": {"factory": _ClosesCursors}}
         # Statements go into error messages with their values unless this is set.
         engine = create_async_engine(parsed, hide_parameters=True, **options)
     except (ArgumentError, ModuleNotFoundError, ValueError) as error:
@@ -115,6 +118,28 @@ def read_here(url: URL) -> sqlite3.Connection | None:
     connection = sqlite3.connect(url.database, isolation_level=None, timeout=0)
     connection.execute("PRAGMA query_only = ON")
     return connection
+
+
+class _ClosesCursors(sqlite3.Connection):
+    """Closed together with its cursors.
+
+    A task that is cancelled while it reads leaves a cursor behind, which keeps the snapshot it reads, and with that
+    the write-ahead log, until garbage is collected, although its connection was closed at once.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._cursors: WeakSet[sqlite3.Cursor] = WeakSet()
+
+    def cursor(self, *arguments: Any, **options: Any) -> Any:
+        cursor = super().cursor(*arguments, **options)
+        self._cursors.add(cursor)
+        return cursor
+
+    def close(self) -> None:
+        for cursor in list(self._cursors):
+            cursor.close()
+        super().close()
 
 
 def _connect_postgres(dialect: Any, record: object, arguments: Sequence[Any], parameters: dict[str, Any]) -> Any:

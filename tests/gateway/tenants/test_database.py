@@ -260,3 +260,29 @@ async def test_a_database_in_memory_has_one_connection(tmp_path: Path) -> None:
     assert database._here is None
     assert await count(database) == 0
     await database.close()
+
+
+async def test_a_reader_that_is_cancelled_does_not_keep_what_was_deleted_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    database = await Database.open(sqlite_url(tmp_path))
+    loop = asyncio.get_running_loop()
+
+    def cancel() -> None:
+        loop.call_soon_threadsafe(reading.cancel)
+
+    async def read() -> None:
+        async with database.read() as session:
+            driver = (await (await session.connection()).get_raw_connection()).driver_connection
+            assert driver is not None
+            await driver.create_function("cancel", 0, cancel)
+            await session.execute(text("SELECT cancel() FROM sqlite_schema"))
+
+    reading = asyncio.create_task(read())
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    async with database.write() as session:
+        session.add(Fence(id="fen_1", account=b"account", epoch=None, created_at=utc_now()))
+    await database.scrub()
+    assert "was not emptied" not in caplog.text
+    await database.close()
