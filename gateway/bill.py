@@ -13,7 +13,7 @@ from gateway.prompt.tokens import Prompt
 from gateway.served_model import ServedModel
 from gateway.telemetry.record import RequestRecord, Span, now_ns
 from gateway.tenants.directory import Principal, Standing
-from gateway.tenants.ledger import Ask, Outcome, Settlement
+from gateway.tenants.ledger import Ask, Outcome
 from gateway.tenants.quota_errors import Headers, QuotaExceeded, rate_headers
 from gateway.tenants.quotas import Allowance, Quotas
 
@@ -50,16 +50,6 @@ def granted_tokens(model: ServedModel, allowance: Allowance, prompt_tokens: int,
     return min(context - prompt_tokens, most) if wanted is None else wanted
 
 
-def check_min_tokens(generation: Generation, max_tokens: int) -> None:
-    """
-    Raises:
-        ApiError: 400 when an answer has to be longer than it may be.
-    """
-    if generation.min_tokens > max_tokens:
-        message = f"min_tokens is {generation.min_tokens} and an answer may have {max_tokens} tokens; ask for no more."
-        raise bad_value("min_tokens", message)
-
-
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What a request may cost.
@@ -83,7 +73,9 @@ class Bounds:
         caps = tuple(
             granted_tokens(model, allowance, len(prompt.tokens), wanted.max_tokens) for prompt in prompts
         )
-        check_min_tokens(wanted, min(caps))
+        if wanted.min_tokens > min(caps):
+            message = f"min_tokens is {wanted.min_tokens} and an answer may have {min(caps)} tokens; ask for no more."
+            raise bad_value("min_tokens", message)
         prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         shortest = len(prompts) * wanted.n * max(1, wanted.min_tokens)
         least = prompt_tokens + (shortest if wanted.max_tokens is None else wanted.n * sum(caps))
@@ -166,15 +158,7 @@ class Bill:
             await record.submissions_ended()
             start_ns, error = now_ns(), None
             booked = self._quotas.settle(
-                Settlement(
-                    self._ask.id,
-                    self._ask.tenant_id,
-                    self._ask.key_id,
-                    outcome,
-                    record.input_tokens,
-                    record.cached_tokens,
-                    record.output_tokens,
-                )
+                self._ask.settlement(outcome, record.input_tokens, record.cached_tokens, record.output_tokens)
             )
             if not (await asyncio.wait((booked,), timeout=SETTLE_SECONDS))[0]:
                 error = "timeout"

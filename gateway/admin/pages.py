@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from gateway.admin.query import query_values
 from gateway.admin.shapes import DEFAULT_LIMIT, MAX_LIMIT, Page, PageQuery
 from gateway.http.errors import ApiError, bad_value
 
@@ -37,13 +38,7 @@ def window(request: Request, known: type[PageQuery] = PageQuery) -> Window:
     Raises:
         ApiError: 400 for an unknown or repeated parameter, and for one out of range.
     """
-    query = request.query_params.multi_items()
-    for name, _ in query:
-        if name not in known.__struct_fields__:
-            raise ApiError(400, f"Unknown query parameter; this list takes {', '.join(known.__struct_fields__)}.")
-    if len({name for name, _ in query}) != len(query):
-        raise ApiError(400, "A query parameter is given twice.")
-    values = dict(query)
+    values = query_values(request, known)
     limit = values.get("limit", str(DEFAULT_LIMIT))
     if not re.fullmatch(r"[0-9]{1,4}", limit) or not 1 <= int(limit) <= MAX_LIMIT:
         raise bad_value("limit", f"limit must be a number from 1 to {MAX_LIMIT}.")

@@ -29,7 +29,7 @@ NOT_BUILT = (
     "queue_wait_seconds",
 )
 
-Quotas = TenantQuotas | KeyQuotas
+Shape = TenantQuotas | KeyQuotas
 Body = Mapping[str, Any]
 
 
@@ -93,22 +93,22 @@ class QuotaApi:
     async def patch_key_quotas(self, request: Request) -> Response:
         return await self._patch(request, KeyQuotas)
 
-    async def _get(self, request: Request, shape: type[Quotas]) -> Response:
+    async def _get(self, request: Request, shape: type[Shape]) -> Response:
         values = await self._limits.get(*_scope(request))
         if values is None:
             raise not_found()
         return _answer(_shaped(values, shape))
 
-    async def _put(self, request: Request, shape: type[Quotas]) -> Response:
+    async def _put(self, request: Request, shape: type[Shape]) -> Response:
         body = await read_object(request)
         return await self._change(request, shape, lambda before: body)
 
-    async def _patch(self, request: Request, shape: type[Quotas]) -> Response:
+    async def _patch(self, request: Request, shape: type[Shape]) -> Response:
         body = await read_object(request, (JSON, MERGE_PATCH))
         return await self._change(request, shape, lambda before: msgspec.to_builtins(before) | body)
 
     async def _change(
-        self, request: Request, shape: type[Quotas], wanted: Callable[[Quotas], dict[str, Any]]
+        self, request: Request, shape: type[Shape], wanted: Callable[[Shape], dict[str, Any]]
     ) -> Response:
         expected = {tag.strip() for line in request.headers.getlist("if-match") for tag in line.split(",")}
 
@@ -128,7 +128,7 @@ def _scope(request: Request) -> tuple[str, str | None]:
     return id_of(request, "tenant_id"), id_of(request, "key_id") if "key_id" in request.path_params else None
 
 
-def _read(body: Body, shape: type[Quotas]) -> Quotas:
+def _read(body: Body, shape: type[Shape]) -> Shape:
     """Raises ApiError: 400, naming the field."""
     for name in body:
         if name in NOT_BUILT:
@@ -143,13 +143,13 @@ def _read(body: Body, shape: type[Quotas]) -> Quotas:
     return read
 
 
-def _shaped(values: Body, shape: type[Quotas]) -> Quotas:
+def _shaped(values: Body, shape: type[Shape]) -> Shape:
     return shape(**{name: values[name] for name in shape.__struct_fields__})
 
 
-def _etag(quotas: Quotas) -> str:
+def _etag(quotas: Shape) -> str:
     return f'"{hashlib.sha256(msgspec.json.encode(quotas)).hexdigest()[:16]}"'
 
 
-def _answer(quotas: Quotas) -> Response:
+def _answer(quotas: Shape) -> Response:
     return json_response(quotas, headers={"etag": _etag(quotas)})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -12,8 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.admin.ids import id_of, not_found
+from gateway.admin.query import query_values
 from gateway.http.body import convert
-from gateway.http.errors import JSON, ApiError, bad_value
+from gateway.http.errors import JSON, bad_value
 from gateway.http.routing import Route
 from gateway.tenants.directory import Principal
 from gateway.tenants.usage import Bucket, UsageReport, UsageSum
@@ -22,11 +22,10 @@ DEFAULT_DAYS = 30
 # As many buckets as there are hours in two months, or days in four years.
 MAX_BUCKETS = 1488
 
-Query = TypeVar("Query", bound="OwnUsageQuery")
 Moment = Annotated[datetime, Meta(tz=True)]
 
 
-class OwnUsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OwnUsageQuery(msgspec.Struct, frozen=True):
     """Moments are RFC 3339; from 30 days before the end, and until now."""
 
     start: Moment | msgspec.UnsetType = msgspec.UNSET
@@ -45,21 +44,10 @@ class UsageTotal(msgspec.Struct, frozen=True):
     cost: int
 
 
-class UsageBucket(msgspec.Struct, frozen=True):
-    """`start`: of the hour or day of UTC. `input_tokens` includes cached ones; `cost` is what budgets count."""
-
-    start: Moment
-    requests: int
-    input_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    cost: int
-
-
 class UsageBody(msgspec.Struct, frozen=True):
     """Buckets in which nothing was used are left out."""
 
-    data: list[UsageBucket]
+    data: list[UsageSum]
     total: UsageTotal
 
 
@@ -98,12 +86,13 @@ class UsageApi:
         ]
 
     async def tenant_usage(self, request: Request) -> Response:
-        asked = _query(request, UsageQuery)
+        asked = convert(query_values(request, UsageQuery), UsageQuery)
         return await self._usage(id_of(request, "tenant_id"), asked, asked.bucket)
 
     async def own_usage(self, request: Request) -> Response:
         principal: Principal = request.state.principal
-        return await self._usage(principal.tenant_id, _query(request, OwnUsageQuery), "day")
+        asked = convert(query_values(request, OwnUsageQuery), OwnUsageQuery)
+        return await self._usage(principal.tenant_id, asked, "day")
 
     async def _usage(self, tenant_id: str, asked: OwnUsageQuery, bucket: Bucket) -> Response:
         end = datetime.now(UTC) if isinstance(asked.end, msgspec.UnsetType) else asked.end
@@ -115,22 +104,5 @@ class UsageApi:
         found = await self._report.of(tenant_id, start, end, bucket)
         if found is None:
             raise not_found()
-        body = UsageBody([UsageBucket(*_fields(each)) for each in found], _total(found))
-        return Response(msgspec.json.encode(body), media_type=JSON)
-
-
-def _query(request: Request, known: type[Query]) -> Query:
-    """Raises ApiError: 400 for an unknown, repeated or bad parameter."""
-    query = request.query_params.multi_items()
-    if len({name for name, _ in query}) != len(query):
-        raise ApiError(400, "A query parameter is given twice.")
-    return convert(dict(query), known)
-
-
-def _fields(each: UsageSum) -> tuple[datetime, int, int, int, int, int]:
-    return each.start, each.requests, each.input_tokens, each.cached_tokens, each.output_tokens, each.cost
-
-
-def _total(found: Sequence[UsageSum]) -> UsageTotal:
-    columns = zip(*(_fields(each)[1:] for each in found), strict=True)
-    return UsageTotal(*map(sum, columns)) if found else UsageTotal(0, 0, 0, 0, 0)
+        total = UsageTotal(*(sum(getattr(each, name) for each in found) for name in UsageTotal.__struct_fields__))
+        return Response(msgspec.json.encode(UsageBody(found, total)), media_type=JSON)

@@ -55,6 +55,14 @@ class Ask:
     least: int
     most: int
 
+    def settlement(
+        self, outcome: Outcome, input_tokens: int = 0, cached_tokens: int = 0, output_tokens: int = 0
+    ) -> Settlement:
+        """What settles its reservation."""
+        return Settlement(
+            self.id, self.tenant_id, self.key_id, outcome, input_tokens, cached_tokens, output_tokens
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
@@ -366,7 +374,7 @@ def _decide(
         mine = [account for scope in (ask.tenant_id, ask.key_id) if (account := accounts.get(scope))]
         decision = rates.decide([account.scope for account in mine], ask.least, ask.most, now_ms)
         if isinstance(decision, Refusal):
-            answers.append(Refused(decision, *_left([account.scope for account in mine], now_ms)))
+            answers.append(Refused(decision, *left_of([account.scope for account in mine], now_ms)))
             continue
         marks: dict[str, int | None] = {}
         for account, scope, mark in zip(mine, decision.scopes, decision.marks, strict=True):
@@ -384,13 +392,14 @@ def _decide(
                 "key_mark": marks.get(ask.key_id),
             }
         )
-        answers.append(Reserved(key.account, key.epoch, decision.tokens, *_left(decision.scopes, now_ms)))
+        answers.append(Reserved(key.account, key.epoch, decision.tokens, *left_of(decision.scopes, now_ms)))
     if rows:
         connection.execute(_RESERVE, rows)
     return answers
 
 
-def _left(scopes: Sequence[Scope], now_ms: int) -> tuple[rates.Left | None, rates.Left | None]:
+def left_of(scopes: Sequence[Scope], now_ms: int) -> tuple[rates.Left | None, rates.Left | None]:
+    """What is left of requests, and of tokens."""
     return rates.requests_left(scopes, now_ms), rates.tokens_left(scopes, now_ms)
 
 

@@ -14,14 +14,19 @@ from gateway.tenants.api_keys import Kind
 from gateway.tenants.keyring import PEPPER_VERSION, Keyring
 
 
-class KeyRow(TypedDict):
+class SecretRow(TypedDict):
+    """What a row holds of its key's secret."""
+
+    digest: bytes
+    pepper_version: int
+    last4: str
+
+
+class KeyRow(SecretRow):
     """The values of `tables.KeyColumns`."""
 
     id: str
     name: str | None
-    digest: bytes
-    pepper_version: int
-    last4: str
     scopes: list[str]
     status: str
     created_at: datetime
@@ -47,38 +52,25 @@ async def new_key(
     Raises:
         SaltUnavailable: the pepper does not open.
     """
-    digits = random_id(api_keys.ID_DIGITS)
-    text = api_keys.mint(kind, digits, os.urandom(api_keys.SECRET_BYTES))
-    parsed = api_keys.parse(kind, text.reveal())
-    if parsed is None:
-        raise RuntimeError("a key that was just made does not parse")
+    key_id = "key_" + random_id(api_keys.ID_DIGITS)
+    text, secret = await new_secret(keyring, kind, key_id)
     row = KeyRow(
-        id=parsed.id,
+        id=key_id,
         name=name,
-        digest=await keyring.digest(parsed.secret, PEPPER_VERSION),
-        pepper_version=PEPPER_VERSION,
-        last4=text.reveal()[-4:].decode(),
         scopes=sorted(scopes),
         status="active",
         created_at=now,
         expires_at=expires_at,
+        **secret,
     )
     return NewKey(text, row)
 
 
-class SecretRow(TypedDict):
-    """The values of a row whose secret is another from now on."""
-
-    digest: bytes
-    pepper_version: int
-    last4: str
-
-
-async def new_secret(keyring: Keyring, key_id: str) -> tuple[Secret, SecretRow]:
-    """Another secret for a tenant's key that exists: its text, and what the row then holds. Raises as `new_key`."""
-    text = api_keys.mint("tenant", key_id.removeprefix("key_"), os.urandom(api_keys.SECRET_BYTES))
-    parsed = api_keys.parse("tenant", text.reveal())
-    if parsed is None:
+async def new_secret(keyring: Keyring, kind: Kind, key_id: str) -> tuple[Secret, SecretRow]:
+    """A random secret for a key: the key's text, and what its row then holds. Raises as `new_key`."""
+    text = api_keys.mint(kind, key_id.removeprefix("key_"), os.urandom(api_keys.SECRET_BYTES))
+    parsed = api_keys.parse(kind, text.reveal())
+    if parsed is None or parsed.id != key_id:
         raise RuntimeError("a key that was just made does not parse")
     digest = await keyring.digest(parsed.secret, PEPPER_VERSION)
     last4 = text.reveal()[-4:].decode()

@@ -27,6 +27,7 @@ class Prepared:
         self._names = compiled.positiontup or []
         self._constants = {name: value for name, value in compiled.params.items() if value is not None}
         columns = list(statement.selected_columns)
+        # Types can't tell what is named only here.
         self._row = namedtuple("Row", [column.key for column in columns])  # type: ignore[misc]
         self._converted = [
             (number, convert)

@@ -24,7 +24,7 @@ from sqlalchemy.exc import IntegrityError
 
 from gateway.http.errors import ApiError, Unauthorized
 from gateway.tenants.database import Database, DatabaseUnavailable
-from gateway.tenants.ledger import Ask, Ledger, Refused, Reserved, Settlement, scope_of
+from gateway.tenants.ledger import Ask, Ledger, Refused, Reserved, Settlement, left_of, scope_of
 from gateway.tenants.minting import random_id
 from gateway.tenants.quota_errors import QuotaExceeded
 from gateway.tenants.tables import GatewayRow
@@ -119,8 +119,7 @@ class Quotas:
         scopes, now_ms = [scope_of(row) for row in rows], rows[0].now_ms
         decision = rates.decide(scopes, 1, 1, now_ms)
         if isinstance(decision, Refusal):
-            left = rates.requests_left(scopes, now_ms), rates.tokens_left(scopes, now_ms)
-            raise self._refused(tenant_id, Refused(decision, *left))
+            raise self._refused(tenant_id, Refused(decision, *left_of(scopes, now_ms)))
         return _allowance(rows, tenant_id)
 
     async def allowance(self, tenant_id: str) -> Allowance:
@@ -168,7 +167,7 @@ class Quotas:
 
     def _release(self, ask: Ask) -> None:
         """Settle what may have been reserved for a request that will not run."""
-        self.settle(Settlement(ask.id, ask.tenant_id, ask.key_id, "refused"))
+        self.settle(ask.settlement("refused"))
 
     async def _write_forever(self) -> None:
         while True:

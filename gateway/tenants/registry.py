@@ -151,7 +151,7 @@ class Registry:
             row = await session.scalar(_key(tenant_id, key_id))
             if row is None:
                 return None
-            text, secret = await new_secret(self._keyring, row.id)
+            text, secret = await new_secret(self._keyring, "tenant", row.id)
             row.previous_digest, row.previous_pepper_version = row.digest, row.pepper_version
             row.previous_until = self._clock() + grace
             for name, value in secret.items():

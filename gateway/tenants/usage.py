@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal
@@ -21,7 +20,10 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class UsageSum:
-    """Of the requests that ended from `start` on, within one bucket. `cost`: tokens as budgets count them."""
+    """Of the requests that ended from `start` on, within one hour or day of UTC.
+
+    `input_tokens` includes cached ones; `cost`: tokens as budgets count them.
+    """
 
     start: datetime
     requests: int
@@ -35,7 +37,7 @@ class UsageReport:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def of(self, tenant_id: str, start: datetime, end: datetime, bucket: Bucket) -> Sequence[UsageSum] | None:
+    async def of(self, tenant_id: str, start: datetime, end: datetime, bucket: Bucket) -> list[UsageSum] | None:
         """Buckets in which something was used, in order, from that of `start` to before `end`; None: no such tenant."""
         size_ms = _BUCKET_MS[bucket]
         start_ms = (start - _EPOCH) // timedelta(milliseconds=1)

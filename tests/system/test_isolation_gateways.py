@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,17 @@ pytestmark = pytest.mark.anyio
 TWO_BLOCKS = 33
 ROUNDS = 25
 CLIENTS = 8
+
+
+@asynccontextmanager
+async def two_gateways(
+    folder: Path, model_dir: Path, database_url: str
+) -> AsyncIterator[tuple[InProcess, InProcess]]:
+    async with (
+        in_process(folder, model_dir, database_url=database_url) as one,
+        second_gateway(one, folder, database_url=database_url) as two,
+    ):
+        yield one, two
 
 
 class Asking:
@@ -58,10 +71,7 @@ class Asking:
 async def test_after_a_rotation_the_other_gateway_serves_no_old_epoch(
     tmp_path: Path, default_model: Path, database_url: str
 ) -> None:
-    async with (
-        in_process(tmp_path, default_model, database_url=database_url) as one,
-        second_gateway(one, tmp_path, database_url=database_url) as two,
-    ):
+    async with two_gateways(tmp_path, default_model, database_url) as (one, two):
         customer, prompt = await one.customer("rotating"), random_prompt("two gateways rotate", TWO_BLOCKS)
         asking = Asking(two, customer, prompt)
         epochs = 1
@@ -87,10 +97,7 @@ async def test_after_a_rotation_the_other_gateway_serves_no_old_epoch(
 async def test_after_a_key_is_deleted_the_other_gateway_refuses_it(
     tmp_path: Path, default_model: Path, database_url: str
 ) -> None:
-    async with (
-        in_process(tmp_path, default_model, database_url=database_url) as one,
-        second_gateway(one, tmp_path, database_url=database_url) as two,
-    ):
+    async with two_gateways(tmp_path, default_model, database_url) as (one, two):
         prompt, attempts = random_prompt("two gateways revoke", TWO_BLOCKS), 0
         for number in range(ROUNDS):
             customer = await one.customer(f"revoked-{number}")
