@@ -84,6 +84,8 @@ class Quotas:
         self._ledger = Ledger(database.dialect, clock_ms)
         self._asking: deque[_Asking] = deque()
         self._settling: deque[_Settling] = deque()
+        # Of all settlements that are not known to be booked, those in a transaction included.
+        self._unsettled: set[asyncio.Future[None]] = set()
         self._work = asyncio.Event()
         self._most = MOST_PER_TRANSACTION
         # Of other gateways: what was last read of them, and how often it was the same.
@@ -97,9 +99,8 @@ class Quotas:
 
     async def close(self) -> None:
         """What is not settled within a second is booked as lost by whoever sees this gateway dead."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await asyncio.gather(*(each.done for each in self._settling), return_exceptions=True)
+        if self._unsettled:
+            await asyncio.wait(self._unsettled, timeout=CLOSE_SECONDS)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -156,6 +157,8 @@ class Quotas:
     def settle(self, settlement: Settlement) -> asyncio.Future[None]:
         """Book what a request used, now or as soon as the database can be written; done once it is."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unsettled.add(done)
+        done.add_done_callback(self._unsettled.discard)
         self._settling.append(_Settling(settlement, done))
         self._work.set()
         return done

@@ -262,3 +262,30 @@ async def test_b151_gateways_that_cross_midnight_together_begin_the_day_once(
         for quotas in both:
             await quotas.close()
         await check_ledger(racing.database)
+
+
+async def test_a_gateway_that_ends_books_what_it_is_just_writing(
+    tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with course(database_url, tmp_path, 100) as racing:
+        quotas = Quotas(racing.database)
+        await quotas.start()
+        ask = Ask("res_last", racing.tenant_id, racing.key_ids[1], 60, 100, 100)
+        await quotas.reserve(ask)
+        begun, may_go, transact = asyncio.Event(), asyncio.Event(), racing.database.transact
+
+        async def held(work: Any) -> Any:
+            begun.set()
+            await may_go.wait()
+            return await transact(work)
+
+        monkeypatch.setattr(racing.database, "transact", held)
+        quotas.settle(ask.settlement("finished", 60, 0, 7))
+        await begun.wait()
+        closing = asyncio.create_task(quotas.close())
+        await asyncio.sleep(0)
+        may_go.set()
+        await closing
+        assert await racing.used() == (67, 0)
+        assert not await racing.count(Reservation)
+        assert not await racing.count(GatewayRow)
