@@ -19,6 +19,7 @@ from gateway.tenants.directory import Principal
 from gateway.tenants.usage import Bucket, UsageReport, UsageSum
 
 DEFAULT_DAYS = 30
+EARLIEST_END = datetime(2000, 1, 1, tzinfo=UTC)
 # As many buckets as there are hours in two months, or days in four years.
 MAX_BUCKETS = 1488
 
@@ -96,6 +97,8 @@ class UsageApi:
 
     async def _usage(self, tenant_id: str, asked: OwnUsageQuery, bucket: Bucket) -> Response:
         end = datetime.now(UTC) if isinstance(asked.end, msgspec.UnsetType) else asked.end
+        if end < EARLIEST_END:
+            raise bad_value("end", f"end must lie after {EARLIEST_END:%Y-%m-%d}: nothing was used before.")
         start = end - timedelta(days=DEFAULT_DAYS) if isinstance(asked.start, msgspec.UnsetType) else asked.start
         if start >= end:
             raise bad_value("start", "start must lie before end.")

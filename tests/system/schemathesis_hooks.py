@@ -22,7 +22,8 @@ REFUSALS = re.compile(
     r"|The body has an integer of more than 64 bits|min_tokens is \d+ and an answer may have"
     r"|top_logprobs needs logprobs|Only a last message of the assistant"
     r"|The last message is continued or a new one begun"
-    r"|start must lie before end|From start to end are more than|time_zone must be a name of the IANA database"
+    r"|start must lie before end|end must lie after 2000|From start to end are more than"
+    r"|time_zone must be a name of the IANA database"
 )
 
 
