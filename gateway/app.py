@@ -68,7 +68,7 @@ async def open_gateway(
         completions = Completions(directory, quotas, link)
         health = Health(link, completions)
         tenant_routes = [*health.routes(), *completions.routes(), *UsageApi(UsageReport(database)).tenant_routes()]
-        connecting = asyncio.create_task(link.run())
+        background = [asyncio.create_task(link.run()), asyncio.create_task(directory.last_used.run())]
         try:
             yield Gateway(
                 directory,
@@ -91,11 +91,13 @@ async def open_gateway(
                 ),
             )
         finally:
-            connecting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await connecting
+            for task in background:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
             completions.close()
             await quotas.close()
+            await directory.last_used.write()
     finally:
         await database.close()
 

@@ -23,6 +23,7 @@ from gateway.tenants.api_keys import Kind, ParsedKey
 from gateway.tenants.database import Database
 from gateway.tenants.fences import PendingFence
 from gateway.tenants.keyring import PEPPER_VERSION, Keyring
+from gateway.tenants.last_used import LastUsed
 from gateway.tenants.minting import new_key
 from gateway.tenants.private_file import write_beside
 from gateway.tenants.tables import AdminKey, ApiKey, Epoch, Fence, Tenant, is_active, utc_now
@@ -110,6 +111,7 @@ class Directory:
         self.database = database
         self.keyring = keyring
         self.clock = clock
+        self.last_used = LastUsed(database)
 
     @classmethod
     async def open(cls, database: Database, kek_file: Path, clock: Callable[[], datetime] = utc_now) -> Directory:
@@ -131,6 +133,7 @@ class Directory:
         matches = await self._matches(presented, key)
         if key is None or not matches or key.tenant_status != "active":
             raise Unauthorized
+        self.last_used.note(key.id, self.clock())
         return Principal(key.id, key.tenant_id, key.account, key.epoch, frozenset(key.scopes))
 
     async def authenticate_admin(self, headers: Headers) -> AdminPrincipal:

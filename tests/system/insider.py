@@ -70,9 +70,13 @@ class Insider:
             return "\n".join(database.iterdump())
 
     def settings(self) -> str:
-        """As `dump`, without what requests and heartbeats count."""
-        counted = tuple(f'INSERT INTO "{table}"' for table in COUNTED)
-        return "\n".join(line for line in self.dump().splitlines() if not line.startswith(counted))
+        """As `dump`, without what requests and heartbeats write."""
+        with self.database() as database, closing(sqlite3.connect(":memory:")) as copy:
+            database.backup(copy)
+            for table in COUNTED:
+                copy.execute(f"DELETE FROM {table}")
+            copy.execute("UPDATE api_keys SET last_used_at = NULL")
+            return "\n".join(copy.iterdump())
 
     def files(self) -> bytes:
         """Every byte of the database, write-ahead log included."""
