@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
@@ -104,7 +103,7 @@ def delete_key(
 ) -> None:
     """Delete a key. The next request with it is refused."""
     with _client(data_dir) as client:
-        client.request("DELETE", f"{client.tenant_path(tenant)}/keys/{quote(key_id, safe='')}")
+        client.request("DELETE", client.key_path(tenant, key_id))
     _print({"id": key_id, "deleted": True}, as_json, f"deleted key {key_id}")
 
 

@@ -96,6 +96,13 @@ class AdminClient:
             raise AdminClientError(f"there is no tenant {name_or_id!r}: see `saltern tenants list`")
         return f"{TENANTS}/{found[0]['id']}"
 
+    def key_path(self, tenant: str, key_id: str) -> str:
+        """The path of a tenant's key. An id is never `..`, which would make it the path of something else."""
+        path = self.tenant_path(tenant)
+        if not key_id.startswith("key_"):
+            raise AdminClientError(f"there is no key {key_id!r}: see `saltern keys list`")
+        return f"{path}/keys/{quote(key_id, safe='')}"
+
 
 def default_data_dir() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "saltern"

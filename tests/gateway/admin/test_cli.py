@@ -140,6 +140,16 @@ async def test_every_error_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
             assert admin.admin_key not in failed.output
 
 
+@pytest.mark.parametrize("key_id", ["..", ".", "", "../salts", "ten_0"])
+async def test_what_is_no_id_of_a_key_reaches_nothing_else(key_id: str, tmp_path: Path) -> None:
+    async with listening(tmp_path) as admin:
+        await admin.door.registry.create_tenant("demo")
+        failed = await saltern("keys", "delete", key_id, "--tenant", "demo", env={"SALTERN_DATA_DIR": str(tmp_path)})
+        assert failed.exit_code == 1
+        assert failed.stderr == f"saltern: there is no key {key_id!r}: see `saltern keys list`\n"
+        assert [tenant.name for tenant in await admin.door.registry.tenants(10)] == ["demo"]
+
+
 async def test_without_a_server_the_line_says_what_to_do(tmp_path: Path) -> None:
     env = {"SALTERN_DATA_DIR": str(tmp_path)}
     missing = await saltern("tenants", "list", env=env)
