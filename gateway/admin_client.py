@@ -70,7 +70,10 @@ class AdminClient:
             content: Any = response.json() if response.content else None
             if response.is_success:
                 return content
-            message = content["error"]["message"]
+            refusal = content["error"]
+            message, param = refusal["message"], refusal["param"]
+            if param and param not in message:
+                message = f"{param}: {message}"
         except (ValueError, KeyError, TypeError):
             message = f"{self._client.base_url} is no admin API of Saltern"
         if response.status_code == 401:

@@ -17,7 +17,11 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from gateway.admin_cli import keys_app, salts_app, tenants_app
+from gateway.admin_cli.keys import keys_app
+from gateway.admin_cli.quotas import quotas_app
+from gateway.admin_cli.salts import salts_app
+from gateway.admin_cli.tenants import tenants_app
+from gateway.admin_cli.usage import usage
 from gateway.config_cli import config_app
 from gateway.configured import command, refusals
 from gateway.database_cli import db_app
@@ -34,6 +38,8 @@ app = typer.Typer(
 app.add_typer(tenants_app, name="tenants")
 app.add_typer(keys_app, name="keys")
 app.add_typer(salts_app, name="salts")
+app.add_typer(quotas_app, name="quotas")
+app.command("usage")(usage)
 app.add_typer(config_app, name="config")
 app.add_typer(db_app, name="db")
 app.add_typer(kek_app, name="kek")

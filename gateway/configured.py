@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
 from gateway.config_file import check_values, config_path, read_config
+from gateway.flags import with_flags
 from gateway.options import CommonOptions
 from gateway.settings import SettingsError
 
@@ -52,15 +52,7 @@ def command(
     """Make a function a command whose flags are the fields of the one object it takes."""
 
     def register(run: Callable[[OptionsT], None]) -> Callable[[OptionsT], None]:
-        def with_flags(**values: Any) -> None:
-            run(options(**values))
-
-        hints = get_type_hints(options, include_extras=True)
-        fields = inspect.signature(options).parameters.values()
-        flags = [field.replace(annotation=hints[field.name]) for field in fields]
-        with_flags.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
-        with_flags.__doc__ = run.__doc__
-        app.command(name, cls=ConfiguredCommand)(with_flags)
+        app.command(name, cls=ConfiguredCommand)(with_flags(options)(run))
         return run
 
     return register

@@ -1,53 +1,17 @@
 """The admin commands against a real server on a real socket."""
 
-import asyncio
 import json
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import typer
-import uvicorn
-from typer.testing import CliRunner, Result
 
-from gateway.admin_cli import keys_app, salts_app, tenants_app
-from tests.gateway.admin.served import Served, served
+from tests.gateway.admin.listening import listening, saltern
 from tests.gateway.tenants.opened import bearer
 
 pytestmark = pytest.mark.anyio
-
-APP = typer.Typer()
-APP.add_typer(tenants_app, name="tenants")
-APP.add_typer(keys_app, name="keys")
-APP.add_typer(salts_app, name="salts")
-
-
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SALTERN_ADMIN_URL", "SALTERN_ADMIN_KEY", "SALTERN_DATA_DIR", "XDG_DATA_HOME"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@asynccontextmanager
-async def listening(data_dir: Path) -> AsyncIterator[Served]:
-    async with served(data_dir) as admin:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            (data_dir / "admin-url").write_text(f"http://127.0.0.1:{listener.getsockname()[1]}\n")
-            server = uvicorn.Server(uvicorn.Config(admin.app, lifespan="off", log_config=None))
-            serving = asyncio.create_task(server.serve([listener]))
-            try:
-                yield admin
-            finally:
-                server.should_exit = True
-                await serving
-
-
-async def saltern(*arguments: str, env: dict[str, str]) -> Result:
-    return await asyncio.to_thread(lambda: CliRunner().invoke(APP, arguments, env=env))
 
 
 async def test_the_lines_of_the_quick_start(tmp_path: Path) -> None:
@@ -140,16 +104,6 @@ async def test_every_error_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
             assert admin.admin_key not in failed.output
 
 
-@pytest.mark.parametrize("key_id", ["..", ".", "", "../salts", "ten_0"])
-async def test_what_is_no_id_of_a_key_reaches_nothing_else(key_id: str, tmp_path: Path) -> None:
-    async with listening(tmp_path) as admin:
-        await admin.door.registry.create_tenant("demo")
-        failed = await saltern("keys", "delete", key_id, "--tenant", "demo", env={"SALTERN_DATA_DIR": str(tmp_path)})
-        assert failed.exit_code == 1
-        assert failed.stderr == f"saltern: there is no key {key_id!r}: see `saltern keys list`\n"
-        assert [tenant.name for tenant in await admin.door.registry.tenants(10)] == ["demo"]
-
-
 async def test_without_a_server_the_line_says_what_to_do(tmp_path: Path) -> None:
     env = {"SALTERN_DATA_DIR": str(tmp_path)}
     missing = await saltern("tenants", "list", env=env)
@@ -167,6 +121,6 @@ async def test_without_a_server_the_line_says_what_to_do(tmp_path: Path) -> None
 
 def test_the_commands_import_neither_torch_nor_the_server() -> None:
     heavy = "('torch', 'transformers', 'numpy', 'sqlalchemy', 'alembic', 'starlette')"
-    script = f"import sys, gateway.admin_cli; print([name for name in {heavy} if name in sys.modules])"
+    script = f"import sys, gateway.cli; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
