@@ -117,10 +117,11 @@ class Metered:
 
 
 @asynccontextmanager
-async def metered(folder: Path, **limited: int) -> AsyncIterator[Metered]:
+async def metered(folder: Path, max_running: int = 256) -> AsyncIterator[Metered]:
     """In the end nothing is reserved, the books agree, and the store holds nothing."""
     runner = ScriptedRunner()
-    async with in_process(folder, Words.write(folder / "model").directory, runner=runner, **limited) as inside:
+    model = Words.write(folder / "model").directory
+    async with in_process(folder, model, runner=runner, max_running=max_running) as inside:
         yield Metered(inside, runner, await inside.customer("a"), stop_clock(inside))
         runner.open()
         await idle(inside)

@@ -116,9 +116,9 @@ async def test_64_racing_requests_in_two_gateways_spend_a_budget_and_not_one_tok
             # What was refused did not fit.
             assert budget - cost < min(sum(sizes[n]) for n in refused)
             return
-        for gateway, prompt_tokens, status in ((two, budget - cost - 1, b"200"), (one, 1, b"429")):
-            last = random_prompt("what those who left did not use", prompt_tokens)
-            said = await (await gateway.ask(TEXT, False, prompt=last, max_tokens=1)).answer()
+        last = random_prompt("what those who left did not use", budget - cost - 1)
+        for gateway, max_tokens, status in ((one, 2, b"429"), (two, 1, b"200"), (one, 1, b"429")):
+            said = await (await gateway.ask(TEXT, False, prompt=last, max_tokens=max_tokens)).answer()
             assert said.startswith(b"HTTP/1.1 %s " % status)
         assert b"insufficient_quota" in said
         assert sum(row.cost for row in await rows(one.inside, Usage)) == budget
@@ -164,22 +164,28 @@ async def test_b145_what_can_never_fit_is_told_so(tmp_path: Path) -> None:
         answer = await m.ask(50, 50)
         assert (answer.status_code, left(answer, "tokens")) == (200, 0)
         assert answer.json()["usage"]["total_tokens"] == 100
-        # Every answer is shortened to what is left where no maximum is given.
+        # Where no maximum is given, the answer is as long as what is left.
         m.clock.now_ms += MINUTE_MS
         assert (await m.ask(70, None)).json()["usage"]["completion_tokens"] == 30
 
 
-async def test_b146_a_request_refused_for_concurrency_uses_up_no_other_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_b146_a_request_refused_for_concurrency_uses_up_no_other_limit(at_once: bool, tmp_path: Path) -> None:
     async with metered(tmp_path) as m:
         await m.limit(requests_per_minute=2, concurrent_requests=1, tokens_per_minute=1000)
         m.runner.close()
-        a = await m.begin(10, 10)
-        b = await m.ask(10, 10)
-        assert "1 requests are running, which is this tenant's limit of 1 concurrent requests" in (
-            refusal(b, 429)["message"]
-        )
-        assert b.headers["retry-after"] == "1"
-        assert (left(b, "requests"), left(b, "tokens")) == (1, 980)
+        if at_once:
+            both = [asyncio.create_task(m.ask(10, 10)) for _ in range(2)]
+            await until(lambda: m.submitted == 1 and any(each.done() for each in both))
+            a, b = sorted(both, key=lambda each: each.done())
+        else:
+            a = await m.begin(10, 10)
+            b = asyncio.create_task(m.ask(10, 10))
+        refused = await b
+        message = refusal(refused, 429)["message"]
+        assert "1 requests are running, which is this tenant's limit of 1 concurrent requests" in message
+        assert refused.headers["retry-after"] == "1"
+        assert (left(refused, "requests"), left(refused, "tokens")) == (1, 980)
         m.runner.open()
         assert (await a).status_code == 200
         await settled(m.inside)

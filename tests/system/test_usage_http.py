@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import pytest
 
+from cachestore.protocol import Abort
 from gateway.tenants.ledger import Ask
 from gateway.tenants.tables import QuotaState, Usage
-from policies.rates import MINUTE_MS
-from tests.system.in_process import Customer, InProcess, in_process
-from tests.system.metered import TENANTS, Clock, check_books, limit, random_prompt, rows, settled, stop_clock
-from tests.system.scene import KINDS, PROMPT_CHARACTERS, Client, Scene, scene
-from tests.system.scripted import CHAT, TEXT, ScriptedRunner, Words, byte_ids
-from tests.system.wire import DONE, events
+from policies.rates import MINUTE_MS, Meter
+from tests.system.in_process import Customer, in_process, until
+from tests.system.metered import TENANTS, check_books, limit, random_prompt, rows, settled, stop_clock
+from tests.system.scene import KINDS, PROMPT_CHARACTERS, Scene, scene
+from tests.system.scripted import CHAT, TEXT, Words, byte_ids
+from tests.system.wire import streamed, text_of
 
 pytestmark = pytest.mark.anyio
 
@@ -27,9 +27,9 @@ BUDGET = 100_000
 
 
 @asynccontextmanager
-async def metered_scene(folder: Path, **limited: int) -> AsyncIterator[tuple[Scene, str]]:
+async def metered_scene(folder: Path, max_running: int = 8) -> AsyncIterator[tuple[Scene, str]]:
     """With a tenant, here named by its id, that has limits and a stopped clock; every token has a text."""
-    async with scene(folder, **limited) as s:
+    async with scene(folder, max_running=max_running) as s:
         (tenant,) = (await s.inside.admin.get(TENANTS)).json()["data"]
         stop_clock(s.inside)
         await limit(s.inside, tenant["id"], tokens_per_minute=BUDGET, tokens_per_day=BUDGET)
@@ -100,17 +100,26 @@ async def test_isolation_44_aborted_requests_are_charged_for_what_they_used(
     path: str, stream: bool, tmp_path: Path
 ) -> None:
     async with metered_scene(tmp_path) as (s, tenant_id):
-        used = []
+        used, submitted = [], 0
         for output_tokens, n in ((1, 1), (2, 1), (7, 1), (5, 3)):
             client, first = await s.begin(path, stream, n=n)
+            while not first.output_tokens:
+                await s.step()
+            submitted += n
+            await s.submitted(submitted)
             while first.output_tokens < output_tokens:
                 await s.step()
             sequences = list(s.inside.engine._sequences.values())
-            await leave(s, client)
+            assert len(sequences) == n
+            client.leave()
+            await until(lambda all=submitted: sum(isinstance(each, Abort) for each in s.arrived) == all)  # type: ignore[misc]
+            s.runner.open()
+            await settled(s.inside)
+            s.runner.close()
             generated = sum(sequence.output_tokens for sequence in sequences)
-            assert generated >= output_tokens
+            assert n * (output_tokens - 1) < generated <= n * (output_tokens + 1)
             used.append(("cancelled", first.prompt_tokens, generated, first.prompt_tokens + generated))
-            assert await charged(s) == used
+            assert sorted(await charged(s)) == sorted(used)
         total = sum(cost for *_, cost in used)
         assert await counted(s) == (total, total)
         # Not one token less or more is left.
@@ -123,9 +132,104 @@ async def test_isolation_44_aborted_requests_are_charged_for_what_they_used(
         await limit(s.inside, tenant_id)
 
 
-async def leave(s: Scene, client: Client) -> None:
-    """The client leaves, and what it asked for ends and is booked."""
-    client.leave()
-    s.runner.open()
-    await settled(s.inside)
-    s.runner.close()
+# --- and of no other tenant
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that a tenant sees of an answer but its ids and times, and how a stream's text was cut."""
+
+    status: int
+    headers: dict[str, str]
+    text: str
+    last: dict[str, Any]
+
+    @classmethod
+    def of(cls, answer: httpx.Response) -> Seen:
+        headers = {name: value for name, value in answer.headers.items() if name != "x-request-id"}
+        is_stream = headers["content-type"].startswith("text/event-stream")
+        text, last = (text_of(streamed(answer)), streamed(answer)[-1]) if is_stream else ("", answer.json())
+        return cls(answer.status_code, headers, text, {k: v for k, v in last.items() if k not in ("id", "created")})
+
+    @property
+    def result(self) -> int | str:
+        """As `SEQUENCE` has it."""
+        if self.status != 200:
+            return str(self.last["error"]["code"])
+        return int(self.last["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+LONG, OTHER = random_prompt("long", 70), random_prompt("other", 50)
+MESSAGES = [{"role": "user", "content": "What is the salt for, and who may know it?"}]
+TOLD = {"stream": True, "stream_options": {"include_usage": True}}
+# What is asked, and cached tokens or the code of a refusal.
+SEQUENCE: list[tuple[str, dict[str, Any], int | str]] = [
+    (TEXT, {"prompt": LONG}, 0),
+    (TEXT, {"prompt": LONG}, 64),
+    (TEXT, {"prompt": [*LONG, *OTHER], **TOLD}, 64),
+    (TEXT, {"prompt": OTHER, "n": 2}, 0),
+    (TEXT, {"prompt": OTHER, "cache_salt": "team"}, 0),
+    (TEXT, {"prompt": OTHER, "cache_salt": "team"}, 48),
+    (CHAT, {"messages": MESSAGES}, 0),
+    (CHAT, {"messages": MESSAGES, **TOLD}, 48),
+    (TEXT, {"prompt": LONG, "max_tokens": 1000}, "rate_limit_exceeded"),
+    (TEXT, {"prompt": LONG, "min_tokens": 1800}, "unsupported_value"),
+    (TEXT, {"prompt": LONG, "max_tokens": 600}, "insufficient_quota"),
+    (TEXT, {"prompt": OTHER}, 48),
+    (TEXT, {"prompt": OTHER}, "rate_limit_exceeded"),
+]
+LIMITS = {"tokens_per_day": 900, "tokens_per_minute": 5000, "requests_per_minute": 9, "concurrent_requests": 1}
+
+
+async def life_beside(neighbour: str, folder: Path) -> Any:
+    """All that tenant A is answered and charged for the same requests, beside another tenant."""
+    async with in_process(folder, Words.write(folder / "model").directory) as inside:
+        a, b = await inside.customer("a"), await inside.customer("b")
+        clock = stop_clock(inside)
+        await limit(inside, a.id, **LIMITS)
+        await limit(inside, b.id, tokens_per_day=1200)
+
+        async def ask(customer: Customer, path: str, fields: dict[str, Any]) -> httpx.Response:
+            body = {"model": inside.model, "max_tokens": 6, "temperature": 0, "ignore_eos": True} | fields
+            answer = await inside.http.post(path, json=body, headers=customer.headers)
+            await settled(inside)
+            return answer
+
+        statuses: list[int] = []
+
+        async def meanwhile(path: str, fields: dict[str, Any]) -> None:
+            if neighbour == "asks other things":
+                path, fields = TEXT, {"prompt": random_prompt(f"{path} {fields}", 60)}
+            if neighbour != "idle":
+                statuses.append((await ask(b, path, fields)).status_code)
+
+        for path, fields, _ in SEQUENCE[:8]:
+            await meanwhile(path, fields)
+        if neighbour != "idle":
+            key = await inside.gateway.directory.authenticate([(b"x-api-key", b.key.encode())])
+            running = Ask("res_running", b.id, key.key_id, 10, 500, 500)
+            await inside.gateway.quotas.reserve(running)
+        seen = []
+        for path, fields, _ in SEQUENCE:
+            await meanwhile(path, fields)
+            clock.now_ms += 250
+            seen.append(Seen.of(await ask(a, path, fields)))
+        if neighbour != "idle":
+            assert {200, 429} <= set(statuses), (neighbour, statuses)
+            await inside.gateway.quotas.settle(running.settlement("finished", 10, 0, 20))
+        used = [row for row in await rows(inside, Usage) if row.tenant_id == a.id]
+        columns = ("at_ms", "outcome", "input_tokens", "cached_tokens", "output_tokens", "cost")
+        booked = sorted(tuple(getattr(row, name) for name in columns) for row in used)
+        (meter,) = [row for row in await rows(inside, QuotaState) if row.scope == a.id]
+        await check_books(inside)
+        return seen, booked, [getattr(meter, name) for name in Meter.__slots__]
+
+
+async def test_isolation_23_nothing_that_a_tenant_sees_or_pays_depends_on_another(tmp_path: Path) -> None:
+    alone = await life_beside("idle", tmp_path / "idle")
+    # Its own repetition does hit, and it meets its own limits.
+    assert [seen.result for seen in alone[0]] == [expected for _, _, expected in SEQUENCE]
+    for neighbour in ("asks the same", "asks other things"):
+        beside = await life_beside(neighbour, tmp_path / neighbour)
+        for mine, others in zip(alone, beside, strict=True):
+            assert mine == others
