@@ -9,17 +9,18 @@ A block is in exactly one of three states:
     free ◄──allocate evicts, forget────────┘
 
 *held*: one or more requests refer to it; *cached*: named, nobody refers to it, evictable. Reference counts live
-here and nowhere else. The content of a named block never changes.
+here and nowhere else. The content of a named block never changes. A block that is not free belongs to the account of
+the request that allocated it; how many blocks an account may have is `policies.eviction`'s to say.
 
 After PagedAttention (Kwon et al., 2023); the prefix index is a hash table by block name, not a tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from cachestore.index import BlockName, PrefixIndex
-from policies.eviction import LeastRecentlyUsed
+from cachestore.index import PrefixIndex
+from policies.eviction import Account, AccountLimits, LeastRecentlyUsed, Order, Shares
 
 # Fills the unused end of a block table. It is never a block, so handing it to the pool is an error.
 NO_BLOCK = -1
@@ -30,169 +31,221 @@ class PoolError(Exception):
 
 
 class OutOfBlocks(PoolError):
-    """Fewer blocks are free or evictable than were asked for. Nothing was changed."""
+    """The account may not hold so many more. Nothing was changed."""
 
 
 class BlockPool:
-    """Allocates, shares and frees block numbers 0 … total − 1. Not thread-safe: one engine thread owns it."""
+    """Allocates, shares and frees block numbers 0 … total − 1. Not thread-safe: one engine thread owns it.
 
-    def __init__(self, total: int, index: PrefixIndex) -> None:
+    Args:
+        make_order: of the cached blocks of each account.
+    """
+
+    def __init__(
+        self, total: int, index: PrefixIndex, make_order: Callable[[], Order] = LeastRecentlyUsed
+    ) -> None:
         if total < 1:
             raise ValueError(f"a pool needs at least one block, not {total}")
         self.total = total
         self.index = index
         self.evictions = 0
+        self.cached = 0
+        self.shares = Shares(total, make_order)
         # Popped from its end: low numbers first, and the block freed last is used first.
         self._free = list(range(total - 1, -1, -1))
         self._references = [0] * total
-        self._names: list[BlockName | None] = [None] * total
-        self._cached = LeastRecentlyUsed()
+        self._keys: list[bytes | None] = [None] * total
 
     @property
     def free(self) -> int:
         return len(self._free)
 
     @property
-    def cached(self) -> int:
-        return len(self._cached)
-
-    @property
     def held(self) -> int:
         return self.total - self.free - self.cached
 
-    @property
-    def usable(self) -> int:
-        """Blocks that `allocate` can hand out now."""
-        return self.free + self.cached
-
-    def usable_beside(self, shared: Iterable[int]) -> int:
-        """Blocks that `allocate` could hand out after `share(shared)`: what is reused is not room for new blocks."""
-        return self.usable - sum(1 for block in shared if block in self._cached)
-
-    def name(self, block: int) -> BlockName | None:
-        return self._names[block]
+    def key(self, block: int) -> bytes | None:
+        """The key under which it is indexed, None without a name."""
+        return self._keys[block]
 
     def references(self, block: int) -> int:
         return self._references[block]
 
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks without content, evicting cached ones where no free ones are left.
+    def short(self, account: bytes, shared: Sequence[int], count: int) -> int:
+        """How many held blocks are to be released until `allocate(account, count)` follows `share(account, shared)`."""
+        revived = sum(1 for block in shared if not self._references[block])
+        return self.shares.short(self.shares.account(account), revived + count)
+
+    def set_limits(self, account: bytes, limits: AccountLimits) -> None:
+        """From now on; cached blocks that they leave no room for are evicted."""
+        self.shares.set_limits(self.shares.account(account), limits)
+        self._evict_excess()
+
+    def allocate(self, account: bytes, count: int) -> list[int]:
+        """Take `count` blocks without content, evicting cached ones where no free ones are left for the account.
 
         Raises:
-            OutOfBlocks: fewer than `count` are free or cached.
+            OutOfBlocks: the account may not hold `count` more.
         """
-        if count > self.usable:
-            raise OutOfBlocks(f"{count} blocks wanted, {self.free} free and {self.cached} evictable of {self.total}")
-        taken = []
-        for _ in range(count):
-            block = self._free.pop() if self._free else self._evict()
-            self._references[block] = 1
-            taken.append(block)
+        shares = self.shares
+        owner = shares.account(account)
+        if shares.short(owner, count):
+            raise OutOfBlocks(
+                f"{count} blocks wanted, {self.free} free and {self.cached} cached of {self.total}; the account holds "
+                f"{owner.held} and may have {shares.cap(owner)}"
+            )
+        own, anybodys = shares.to_evict(owner, count)
+        self._evict(owner, own)
+        shares.hold(owner, count - anybodys)
+        taken = self._take(count - anybodys)
+        for victim, blocks in shares.victims(owner, anybodys):
+            self._evict(victim, blocks)
+            shares.hold(owner, blocks)
+            taken += self._take(blocks)
         return taken
 
-    def _evict(self) -> int:
-        block = self._cached.pop_victim()
-        name = self._names[block]
-        assert name is not None
-        self.index.remove(name)
-        self._names[block] = None
-        self.evictions += 1
-        return block
-
-    def share(self, blocks: Sequence[int]) -> None:
-        """One more holder for each of these named blocks.
+    def share(self, account: bytes, blocks: Sequence[int]) -> None:
+        """One more holder for each of these named blocks of the account.
 
         Raises:
             PoolError: one of them is not named.
         """
+        references = self._references
         for block in blocks:
-            if not 0 <= block < self.total or self._names[block] is None:
+            if not 0 <= block < self.total or self._keys[block] is None:
                 raise PoolError(f"block {block} has no name: it can't be shared")
+        revived = [block for block in blocks if not references[block]]
         for block in blocks:
-            if self._references[block] == 0:
-                self._cached.remove(block)
-            self._references[block] += 1
+            references[block] += 1
+        if revived:
+            self.shares.revive(self.shares.account(account), revived)
+            self.cached -= len(revived)
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """One holder less for each block of a chain, given from head to tail.
+    def release(self, account: bytes, blocks: Sequence[int]) -> None:
+        """One holder less for each block of a chain of the account, given from head to tail.
 
         They are let go from tail to head, so that a leaf is always older than its parent in the order of eviction.
 
         Raises:
             PoolError: a number outside the pool, twice in the call, or of a block that nobody holds.
         """
+        references = self._references
         if len(set(blocks)) != len(blocks):
             raise PoolError("a chain holds no block twice")
         for block in blocks:
             if not 0 <= block < self.total:
                 raise PoolError(f"block {block} is outside the pool of {self.total}")
-            if self._references[block] == 0:
+            if not references[block]:
                 raise PoolError(f"block {block} is held by nobody: it can't be released")
+        freed: list[int] = []
+        cached: list[int] = []
         for block in reversed(blocks):
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                if self._names[block] is None:
-                    self._free.append(block)
-                else:
-                    self._cached.add(block)
+            references[block] -= 1
+            if not references[block]:
+                (freed if self._keys[block] is None else cached).append(block)
+        if freed or cached:
+            self._free += freed
+            self.cached += len(cached)
+            self.shares.release(self.shares.account(account), len(freed), cached)
+            self._evict_excess()
 
-    def publish(self, block: int, name: BlockName) -> int:
-        """Give a held, filled block its name, so that others can share it.
+    def publish(self, account: bytes, epoch: int, blocks: Sequence[int], keys: Sequence[bytes]) -> list[int]:
+        """Give held, filled blocks of a chain their names, so that others can share them.
 
         Returns:
-            The block to hold from now on: `block`, or the one that already bears the name; then `block` is free.
+            The blocks to hold from now on: each of `blocks`, or the one that already bears its name; then it is free.
 
         Raises:
-            PoolError: the block is not held, is shared, or has a name already.
+            PoolError: one of them is not held, is shared, or has a name already; or two keys are the same.
         """
-        if not 0 <= block < self.total or self._references[block] != 1 or self._names[block] is not None:
-            raise PoolError(f"block {block} must be held once and unnamed to get a name")
-        existing = self.index.get(name)
-        if existing is None:
-            self.index.add(name, block)
-            self._names[block] = name
-            return block
-        self.share([existing])
-        self.release([block])
-        return existing
-
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Blocks whose names have left the index: held ones lose the name, cached ones become free."""
         for block in blocks:
-            self._names[block] = None
-            if block in self._cached:
-                self._cached.remove(block)
-                self._free.append(block)
+            if not 0 <= block < self.total or self._references[block] != 1 or self._keys[block] is not None:
+                raise PoolError(f"block {block} must be held once and unnamed to get a name")
+        bearers = self.index.add(account, epoch, keys, blocks)
+        for block, key in zip(blocks, keys, strict=True):
+            if block not in bearers:
+                self._keys[block] = key
+        if not bearers:
+            return list(blocks)
+        self.release(account, list(bearers))
+        self.share(account, list(bearers.values()))
+        return [bearers.get(block, block) for block in blocks]
 
-    def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless pool, index and the block tables of all holders agree. For tests.
+    def forget(self, account: bytes, blocks: Iterable[int]) -> None:
+        """Blocks of the account whose names have left the index: held ones lose the name, cached ones become free."""
+        freed = []
+        for block in blocks:
+            self._keys[block] = None
+            if not self._references[block]:
+                freed.append(block)
+        if freed:
+            self._free += freed
+            self.cached -= len(freed)
+            self.shares.discard(self.shares.account(account), freed)
+            self._evict_excess()
+
+    def _take(self, count: int) -> list[int]:
+        """Free blocks, held once from now on."""
+        if not count:
+            return []
+        taken = self._free[: -count - 1 : -1]
+        del self._free[-count:]
+        for block in taken:
+            self._references[block] = 1
+        return taken
+
+    def _evict(self, victim: Account, count: int) -> None:
+        if not count:
+            return
+        blocks = self.shares.evict(victim, count)
+        keys = self._keys
+        self.index.remove(victim.name, [keys[block] for block in blocks])  # type: ignore[misc]
+        for block in blocks:
+            keys[block] = None
+        self._free += blocks
+        self.cached -= count
+        self.evictions += count
+
+    def _evict_excess(self) -> None:
+        for victim, count in self.shares.excess():
+            self._evict(victim, count)
+
+    def check(self, tables: Iterable[tuple[bytes, Sequence[int]]]) -> None:
+        """Raise AssertionError unless pool, index, shares and the block tables of all holders agree. For tests.
 
         Args:
-            tables: the blocks of every holder, from head to tail.
+            tables: of every holder, its account and its blocks from head to tail.
         """
         held: dict[int, int] = {}
         heads: dict[int, tuple[int, ...]] = {}
-        for table in tables:
+        owners: dict[int, bytes] = {}
+        for account, table in tables:
             assert len(set(table)) == len(table), f"a table holds a block twice: {table}"
             for position, block in enumerate(table):
                 held[block] = held.get(block, 0) + 1
                 before = heads.setdefault(block, tuple(table[:position]))
                 assert before == tuple(table[:position]), f"block {block} is held without its ancestors"
-        free, cached = set(self._free), {block for block in range(self.total) if block in self._cached}
+                assert owners.setdefault(block, account) == account, f"block {block} is held by two accounts"
+        named: dict[int, bytes] = {}
+        indexed: dict[bytes, set[int]] = {}
+        for name, block in self.index.names():
+            assert self._keys[block] == name.key, f"block {block} does not bear the name it is indexed under"
+            assert block not in named, f"block {block} is indexed twice"
+            assert owners.get(block, name.account) == name.account, f"block {block} is held by another account"
+            named[block] = name.key
+            indexed.setdefault(name.account, set()).add(block)
+        assert named.keys() == {block for block, key in enumerate(self._keys) if key is not None}
+        free, cached = set(self._free), named.keys() - held.keys()
         assert len(free) == len(self._free), "a block is free twice"
-        assert len(cached) == len(self._cached), "a block outside the pool is cached"
-        assert not free & cached, f"free and cached at once: {free & cached}"
         assert not free & held.keys(), f"free and held at once: {free & held.keys()}"
-        assert not cached & held.keys(), f"cached and held at once: {cached & held.keys()}"
+        assert not free & named.keys(), f"free with a name: {free & named.keys()}"
+        assert len(cached) == self.cached, f"{len(cached)} blocks are cached, not {self.cached}"
         assert len(free) + len(cached) + len(held) == self.total, "a block is in no place"
         for block, count in enumerate(self._references):
             assert count == held.get(block, 0), f"block {block}: {count} references, {held.get(block, 0)} holders"
-        indexed = {}
-        for name, block in self.index.names():
-            assert self._names[block] == name, f"block {block} does not bear the name it is indexed under"
-            assert block not in indexed, f"block {block} is indexed twice"
-            indexed[block] = name
-        named = {block for block, name in enumerate(self._names) if name is not None}
-        assert named == indexed.keys(), f"named but not indexed: {named - indexed.keys()}"
-        assert cached <= named, f"cached without a name: {cached - named}"
-        assert not free & named, f"free with a name: {free & named}"
+        for share in self.shares:
+            mine = {block for block, owner in owners.items() if owner == share.name}
+            assert share.held == len(mine), f"{share.held} blocks held, not {len(mine)}"
+            assert set(share.cached) == indexed.pop(share.name, set()) - held.keys()
+        assert not indexed, "names of an account that has no share"
+        self.shares.check()

@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any, Literal, Protocol
 
 from cachestore.blocks import BlockPool
-from cachestore.index import BlockName, PrefixIndex
+from cachestore.index import PrefixIndex
 from cachestore.protocol import (
     KEY_BYTES,
     TOKEN_BYTES,
@@ -109,12 +109,12 @@ class Engine:
         """Raises ProtocolError for limits that this version does not enforce."""
         if message.reserved_blocks or message.max_blocks is not None or message.weight != 1.0 or message.strict:
             raise ProtocolError("limits of an account are not enforced by this version of the store")
-        self.pool.forget(self.index.raise_epoch(message.account, message.epoch))
+        self.pool.forget(message.account, self.index.raise_epoch(message.account, message.epoch))
 
     def fence(self, connection: int, message: Fence) -> None:
         """Everything older than the epoch leaves the index; requests that run keep the blocks they hold."""
         dropped = self.index.raise_epoch(message.account, message.epoch)
-        self.pool.forget(dropped)
+        self.pool.forget(message.account, dropped)
         self._emit(connection, self._fenced(message.account, message.epoch, len(dropped)))
 
     def drop_account(self, connection: int, message: DropAccount) -> None:
@@ -122,7 +122,7 @@ class Engine:
         for sequence in [s for s in self._sequences.values() if s.account == message.account]:
             self._abort(sequence)
         dropped = self.index.drop(message.account)
-        self.pool.forget(dropped)
+        self.pool.forget(message.account, dropped)
         self._emit(connection, self._fenced(message.account, None, len(dropped)))
 
     def _fenced(self, account: bytes, epoch: int | None, blocks: int) -> Fenced:
@@ -152,7 +152,7 @@ class Engine:
         if rejection := self._rejection(sequence):
             self._emit(connection, rejection)
             return
-        self.pool.forget(self.index.raise_epoch(message.account, message.epoch))
+        self.pool.forget(message.account, self.index.raise_epoch(message.account, message.epoch))
         self._sequences[connection, message.request] = sequence
         self.scheduler.enqueue(sequence)
 
@@ -329,12 +329,13 @@ class Engine:
         full = min(sequence.computed_tokens // self.block_tokens, len(sequence.keys))
         if full <= sequence.published_blocks or not self.index.is_open(sequence.account, sequence.epoch):
             return
-        for position in range(sequence.published_blocks, full):
-            block = sequence.table[position]
-            name = BlockName(sequence.account, sequence.epoch, sequence.keys[position])
-            sequence.table[position] = self.pool.publish(block, name)
-            # After a preemption a block is written again, but it was paid for once.
-            if sequence.table[position] == block and position >= sequence.written_until_block:
+        begin = sequence.published_blocks
+        mine = sequence.table[begin:full]
+        kept = self.pool.publish(sequence.account, sequence.epoch, mine, sequence.keys[begin:full])
+        sequence.table[begin:full] = kept
+        # After a preemption a block is written again, but it was paid for once.
+        for position, (block, held) in enumerate(zip(mine, kept, strict=True), begin):
+            if block == held and position >= sequence.written_until_block:
                 sequence.written_until_block = position + 1
                 sequence.written_blocks += position < sequence.prompt_tokens // self.block_tokens
         sequence.published_blocks = full
@@ -357,7 +358,7 @@ class Engine:
         """
         self.scheduler.remove(sequence)
         full = sequence.computed_tokens // self.block_tokens
-        self.pool.release(sequence.table[full:])
+        self.pool.release(sequence.account, sequence.table[full:])
         del sequence.table[full:]
         sequence.phase = Phase.ENDED
         sequence.finished_ns = self._clock_ns()
@@ -368,7 +369,7 @@ class Engine:
         self._emit(sequence.connection, finished)
 
     def _release_ended(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.table)
+        self.pool.release(sequence.account, sequence.table)
         sequence.table = []
         del self._ended[sequence.connection, sequence.request]
         del self._sequences[sequence.connection, sequence.request]
@@ -384,7 +385,7 @@ class Engine:
 
     def check(self) -> None:
         """Raise AssertionError unless blocks, index, tables and phases agree. For tests."""
-        self.pool.check(sequence.table for sequence in self._sequences.values())
+        self.pool.check((sequence.account, sequence.table) for sequence in self._sequences.values())
         waiting, running = list(self.scheduler.waiting), self.scheduler.running
         assert len(waiting) + len(running) + len(self._ended) == len(self._sequences)
         for sequence in waiting:
@@ -398,8 +399,8 @@ class Engine:
         for sequence in self._sequences.values():
             if self.index.is_open(sequence.account, sequence.epoch):
                 for position in range(sequence.published_blocks):
-                    name = self.pool.name(sequence.table[position]) if sequence.table else None
-                    assert not sequence.table or name == (sequence.account, sequence.epoch, sequence.keys[position])
+                    key = self.pool.key(sequence.table[position]) if sequence.table else None
+                    assert not sequence.table or key == sequence.keys[position]
 
 
 def _check_distinct(keys: list[bytes]) -> None:

@@ -6,9 +6,12 @@ and one dictionary of that account; a fence is dropping that dictionary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+# How many keys of a prompt are looked up at once, before the first that is missing ends it.
+_SLICE = 64
 
 
 class BlockName(NamedTuple):
@@ -64,11 +67,20 @@ class PrefixIndex:
         self._accounts[account] = _Account(epoch)
         return list(known.blocks.values())
 
+    def clear(self, account: bytes) -> list[int]:
+        """Forget the account's names. Returns the blocks that lost them."""
+        known = self._accounts.get(account)
+        if known is None:
+            return []
+        blocks, known.blocks = list(known.blocks.values()), {}
+        return blocks
+
     def drop(self, account: bytes) -> list[int]:
         """Forget the account for good. Returns the blocks that lost their names."""
         self._tombstones.add(account)
-        known = self._accounts.pop(account, None)
-        return list(known.blocks.values()) if known else []
+        blocks = self.clear(account)
+        self._accounts.pop(account, None)
+        return blocks
 
     def get(self, name: BlockName) -> int | None:
         known = self._accounts.get(name.account)
@@ -76,27 +88,40 @@ class PrefixIndex:
             return None
         return known.blocks.get(name.key)
 
-    def match(self, account: bytes, epoch: int, keys: Iterable[bytes]) -> list[int]:
+    def match(self, account: bytes, epoch: int, keys: Sequence[bytes]) -> list[int]:
         """The blocks of the longest run of `keys`, from the first on, that are all indexed."""
         known = self._accounts.get(account)
         if known is None or known.epoch != epoch:
             return []
         found: list[int] = []
-        for key in keys:
-            block = known.blocks.get(key)
-            if block is None:
+        for start in range(0, len(keys), _SLICE):
+            blocks = list(map(known.blocks.get, keys[start : start + _SLICE]))
+            if None in blocks:
+                found += blocks[: blocks.index(None)]  # type: ignore[arg-type]
                 break
-            found.append(block)
+            found += blocks  # type: ignore[arg-type]
         return found
 
-    def add(self, name: BlockName, block: int) -> None:
-        """Raises ValueError when the account is not open at that epoch or the name is taken."""
-        known = self._accounts.get(name.account)
-        if known is None or known.epoch != name.epoch:
-            raise ValueError("a name of an account or epoch that is not open")
-        if known.blocks.setdefault(name.key, block) != block:
-            raise ValueError(f"the name of block {block} already belongs to block {known.blocks[name.key]}")
+    def add(self, account: bytes, epoch: int, keys: Sequence[bytes], blocks: Sequence[int]) -> dict[int, int]:
+        """Names for blocks, one each. Where a name is taken it stays where it is.
 
-    def remove(self, name: BlockName) -> None:
+        Returns:
+            For each block whose name another one bears already, that one.
+
+        Raises:
+            ValueError: the account is not open at that epoch.
+        """
+        known = self._accounts.get(account)
+        if known is None or known.epoch != epoch:
+            raise ValueError("a name of an account or epoch that is not open")
+        if known.blocks.keys().isdisjoint(keys):
+            known.blocks.update(zip(keys, blocks, strict=True))
+            return {}
+        bearers = (known.blocks.setdefault(key, block) for key, block in zip(keys, blocks, strict=True))
+        return {block: bearer for block, bearer in zip(blocks, bearers, strict=True) if bearer != block}
+
+    def remove(self, account: bytes, keys: Iterable[bytes]) -> None:
         """Raises KeyError for a name that is not indexed."""
-        del self._accounts[name.account].blocks[name.key]
+        blocks = self._accounts[account].blocks
+        for key in keys:
+            del blocks[key]

@@ -109,8 +109,8 @@ class Scheduler:
         """Every running sequence gets the block its next token goes into; who can't have one preempts."""
         for sequence in list(self.running):
             while sequence.phase is Phase.RUNNING and self.blocks_for(len(sequence.tokens)) > len(sequence.table):
-                if self.pool.usable > 0 or self._reclaim(1):
-                    sequence.table += self.pool.allocate(1)
+                if not self.pool.short(sequence.account, (), 1) or self._reclaim(1):
+                    sequence.table += self.pool.allocate(sequence.account, 1)
                 else:
                     # A lone sequence always fits: one that never could was rejected when it came.
                     victim = choose_victim(self.running)
@@ -120,7 +120,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue without its blocks, keeping its tokens and the names it was given."""
         self.running.remove(sequence)
-        self.pool.release(sequence.table)
+        self.pool.release(sequence.account, sequence.table)
         sequence.table = []
         sequence.computed_tokens = sequence.published_blocks = sequence.adopted_blocks = 0
         sequence.preemptions += 1
@@ -133,12 +133,12 @@ class Scheduler:
         reusable = (len(sequence.tokens) - 1) // self.block_tokens
         matched = self.pool.index.match(sequence.account, sequence.epoch, sequence.keys[:reusable])
         needed = self.blocks_for(min(len(sequence.tokens) + 1, sequence.final_tokens)) - len(matched)
-        short = needed - self.pool.usable_beside(matched)
-        # What is reclaimed may be what was matched, and is no room then.
-        if short > 0 and (not self._reclaim(short) or needed > self.pool.usable_beside(matched)):
-            return False
-        self.pool.share(matched)
-        sequence.table = matched + self.pool.allocate(needed)
+        if short := self.pool.short(sequence.account, matched, needed):
+            # What is reclaimed may be what was matched, and is no room then.
+            if not self._reclaim(short) or self.pool.short(sequence.account, matched, needed):
+                return False
+        self.pool.share(sequence.account, matched)
+        sequence.table = matched + self.pool.allocate(sequence.account, needed)
         sequence.adopted_blocks = sequence.published_blocks = len(matched)
         sequence.computed_tokens = len(matched) * self.block_tokens
         sequence.phase = Phase.RUNNING

@@ -1,16 +1,53 @@
-"""Which cached block gives way when a new one is needed. Pure: block numbers in, block numbers out."""
+"""How a pool of blocks is divided among accounts, and who gives up a cached block when another one is needed. Pure.
+
+Each account holds blocks (requests refer to them) and has cached ones (nobody does). What is promised to it:
+
+    reserved   nobody else takes these; what of it is unused is lent to cached blocks of others, never to held ones
+    max        it never has more, held and cached together; it evicts its own first
+    weight     of its part in what nobody has reserved
+    strict     reserved = max, and nothing is lent or borrowed: nothing of others changes what it finds cached
+
+At any time, with what is reserved as far as it is in force,
+
+    Σ max(0, held − reserved)  ≤  total − Σ reserved
+
+so that an account within its reservation always gets a block without preempting anybody: whatever else lies there is
+cached. A reservation that is raised comes into force as blocks come free. Every operation is O(1) or O(log accounts).
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+
+class Order(Protocol):
+    """Cached blocks of one account in the order in which they give way."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[int]: ...
+
+    def add(self, blocks: Sequence[int]) -> None:
+        """Their last holder let go of them: blocks of a chain, tail first."""
+
+    def remove(self, blocks: Sequence[int]) -> None:
+        """Somebody took them up again, or their names are gone."""
+
+    def pop(self, count: int) -> list[int]:
+        """The blocks that give way now, fewer where there are fewer; no block before its cached descendants."""
 
 
 class LeastRecentlyUsed:
-    """Cached blocks in the order in which they give way.
+    """The order of last use.
 
-    A block enters when its last holder lets go of it and leaves when somebody takes it up again, so the order of
-    entry is the order of last use. Holders let go of a chain from tail to head: the list is leaves-first by
-    construction, and taking its head never cuts a chain in two. Every operation is O(1).
+    A block enters when its last holder lets go of it and leaves when somebody takes it up again, so the order of entry
+    is the order of last use. Holders let go of a chain from tail to head: the list is leaves-first by construction, and
+    taking its head never cuts a chain in two.
     """
 
     def __init__(self) -> None:
@@ -19,16 +56,305 @@ class LeastRecentlyUsed:
     def __len__(self) -> int:
         return len(self._order)
 
-    def __contains__(self, block: int) -> bool:
-        return block in self._order
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order)
 
-    def add(self, block: int) -> None:
-        self._order[block] = None
+    def add(self, blocks: Sequence[int]) -> None:
+        self._order.update(dict.fromkeys(blocks))
 
-    def remove(self, block: int) -> None:
+    def remove(self, blocks: Sequence[int]) -> None:
         """Raises KeyError for a block that is not in the list."""
-        del self._order[block]
+        for block in blocks:
+            del self._order[block]
 
-    def pop_victim(self) -> int:
-        """The block that gives way now. Raises KeyError when there is none."""
-        return self._order.popitem(last=False)[0]
+    def pop(self, count: int) -> list[int]:
+        victims = list(islice(self._order, count))
+        for block in victims:
+            del self._order[block]
+        return victims
+
+
+@dataclass(frozen=True, slots=True)
+class AccountLimits:
+    """In blocks; `max` None is the pool. A strict account has `reserved` = `max`."""
+
+    reserved: int = 0
+    max: int | None = None
+    weight: float = 1.0
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.reserved < 0 or self.weight <= 0 or (self.max is not None and self.max < self.reserved):
+            raise ValueError(f"no limits of an account: {self}")
+        if self.strict and self.max != self.reserved:
+            raise ValueError(f"a strict account has reserved = max, not {self.reserved} and {self.max}")
+
+
+NO_LIMITS = AccountLimits()
+
+
+class Account:
+    """
+    Attributes:
+        reserved: what of `limits.reserved` is in force.
+        held: blocks that requests refer to.
+        cached: the others, in the order in which they give way.
+    """
+
+    __slots__ = ("_entry", "_number", "cached", "held", "limits", "name", "reserved")
+
+    def __init__(self, name: bytes, cached: Order, number: int) -> None:
+        self.name = name
+        self.cached = cached
+        self.limits = NO_LIMITS
+        self.reserved = 0
+        self.held = 0
+        self._number = number
+        # How far over its reservation it is at most, as the heap of victims knows it.
+        self._entry: float | None = None
+
+    @property
+    def used(self) -> int:
+        return self.held + len(self.cached)
+
+    @property
+    def over(self) -> float:
+        """How far it is over its reservation, by its weight: the greatest gives way."""
+        return (self.used - self.reserved) / self.limits.weight
+
+    @property
+    def beyond(self) -> int:
+        """Held blocks beyond its reservation."""
+        return max(0, self.held - self.reserved)
+
+
+class Shares:
+    """The pool's blocks, as far as who has how many. It is told of every change before the next question.
+
+    Args:
+        total: blocks of the pool.
+        make_order: for the cached blocks of an account.
+    """
+
+    def __init__(self, total: int, make_order: Callable[[], Order] = LeastRecentlyUsed) -> None:
+        self.total = total
+        #: Σ of what is reserved and in force.
+        self.reserved = 0
+        self._make_order = make_order
+        self._accounts: dict[bytes, Account] = {}
+        self._number = 0
+        self._beyond = 0
+        # Blocks that strict accounts have or may have at once, and those that all others have.
+        self._partitions = 0
+        self._shared = 0
+        # Whose reservation is not yet wholly in force, and who has more than it may, until it has not.
+        self._growing: dict[Account, None] = {}
+        self._lowered: dict[Account, None] = {}
+        self._leaving: dict[Account, None] = {}
+        self._victims: list[tuple[float, int, Account]] = []
+
+    def account(self, name: bytes) -> Account:
+        """The account of that name, new and without limits if there is none."""
+        account = self._accounts.get(name)
+        if account is None:
+            self._number += 1
+            account = self._accounts[name] = Account(name, self._make_order(), self._number)
+        return account
+
+    def __iter__(self) -> Iterator[Account]:
+        return iter(self._accounts.values())
+
+    # --- limits
+
+    def set_limits(self, account: Account, limits: AccountLimits) -> None:
+        """From now on; `excess` says what has to go for it."""
+        self._change(account, limits, min(account.reserved, limits.reserved))
+        if account.reserved < limits.reserved:
+            self._growing[account] = None
+        self._lowered[account] = None
+        self._grow()
+
+    def forget(self, account: Account) -> None:
+        """The account is no more, once it has no blocks."""
+        self.set_limits(account, NO_LIMITS)
+        self._leaving[account] = None
+        self._settle(account)
+
+    def _change(self, account: Account, limits: AccountLimits, reserved: int) -> None:
+        self._count(account, -1)
+        account.limits, account.reserved = limits, reserved
+        self._count(account, 1)
+        self._enter(account)
+
+    def _count(self, account: Account, sign: int) -> None:
+        self.reserved += sign * account.reserved
+        self._beyond += sign * account.beyond
+        if account.limits.strict:
+            self._partitions += sign * max(account.reserved, account.used)
+        else:
+            self._shared += sign * account.used
+
+    def _grow(self) -> None:
+        for account in list(self._growing):
+            room = self.total - self.reserved - self._beyond
+            wanted = account.limits.reserved - account.reserved
+            if more := min(wanted, account.beyond + room):
+                self._change(account, account.limits, account.reserved + more)
+            if more == wanted:
+                del self._growing[account]
+
+    # --- questions
+
+    def cap(self, account: Account) -> int:
+        """The most blocks that it may have now, held and cached together."""
+        if account.limits.strict:
+            return account.reserved
+        return self.total if account.limits.max is None else min(account.limits.max, self.total)
+
+    def most(self, account: Account) -> int:
+        """The most blocks that it can ever hold, as things are reserved."""
+        unreserved = self.total - (self.reserved - account.reserved)
+        limits = account.limits
+        return min(unreserved, self.total if limits.max is None else limits.max)
+
+    def short(self, account: Account, blocks: int) -> int:
+        """How many blocks have to be let go before it may hold so many more, new ones or cached ones of its own.
+
+        Those that are above its own `cap` have to be its own.
+        """
+        held = account.held + blocks
+        beyond = self._beyond - account.beyond + max(0, held - account.reserved)
+        return max(0, held - self.cap(account), beyond - (self.total - self.reserved))
+
+    def to_evict(self, account: Account, blocks: int) -> tuple[int, int]:
+        """Before it takes so many new ones, which fit: how many of its own have to go, and how many of anybody's."""
+        own = max(0, account.used + blocks - self.cap(account))
+        if account.limits.strict:
+            return own, 0
+        return own, max(0, self._shared - own + blocks - (self.total - self._partitions))
+
+    def victims(self, account: Account | None, blocks: int) -> Iterator[tuple[Account, int]]:
+        """Who gives up how many cached blocks for so many new ones of `account`, None: for nobody.
+
+        Each is to be evicted, and what `account` took to be held, before the next one is asked for.
+        """
+        while blocks:
+            victim, second = self._greatest()
+            if victim is None or (victim.over <= 0 and victim is not account):
+                assert account is not None
+                victim = account
+            count = len(victim.cached)
+            if victim is not account:
+                # As if they were taken one by one: until another one is further over.
+                steps = (victim.over - second) * victim.limits.weight
+                if account is not None and not account.limits.strict:
+                    closing = 1 / victim.limits.weight + 1 / account.limits.weight
+                    steps = min(steps, (victim.over - account.over) / closing)
+                count = min(count, 1 + int(max(0.0, steps)), max(1, victim.used - victim.reserved))
+            count = min(count, blocks)
+            blocks -= count
+            yield victim, count
+
+    def excess(self) -> Iterator[tuple[Account, int]]:
+        """Who has to give up how many cached blocks, now, because of what limits have become. As `victims`."""
+        for account in list(self._lowered):
+            if (above := min(account.used - self.cap(account), len(account.cached))) > 0:
+                yield account, above
+            if account.used <= self.cap(account):
+                del self._lowered[account]
+        if (above := self._shared - (self.total - self._partitions)) > 0:
+            yield from self.victims(None, above)
+
+    def _greatest(self) -> tuple[Account | None, float]:
+        """Who is furthest over its reservation and has something cached, and how far the next one is at most."""
+        heap = self._victims
+        while heap:
+            key, number, account = heap[0]
+            if account._entry != -key:
+                heapq.heappop(heap)
+            elif account.limits.strict or not len(account.cached):
+                heapq.heappop(heap)
+                account._entry = None
+            elif (over := account.over) < -key:
+                heapq.heapreplace(heap, (-over, number, account))
+                account._entry = over
+            else:
+                return account, max((-each[0] for each in heap[1:3]), default=float("-inf"))
+        return None, float("-inf")
+
+    def _enter(self, account: Account) -> None:
+        """It has something cached, or may be further over than the heap knows."""
+        if account.limits.strict or not len(account.cached):
+            return
+        if account._entry is None or account.over > account._entry:
+            account._entry = account.over
+            heapq.heappush(self._victims, (-account.over, account._number, account))
+            if len(self._victims) > 2 * len(self._accounts) + 16:
+                self._victims = [each for each in self._victims if each[2]._entry == -each[0]]
+                heapq.heapify(self._victims)
+
+    # --- what happens
+
+    def hold(self, account: Account, blocks: int) -> None:
+        """It holds so many more, which were free and fit."""
+        self._count(account, -1)
+        account.held += blocks
+        self._count(account, 1)
+        self._enter(account)
+
+    def revive(self, account: Account, blocks: Sequence[int]) -> None:
+        """It holds these again, which it had cached."""
+        self._count(account, -1)
+        account.cached.remove(blocks)
+        account.held += len(blocks)
+        self._count(account, 1)
+
+    def release(self, account: Account, freed: int, cached: Sequence[int]) -> None:
+        """It holds so many less that are free now, and less these that are cached, a chain with its tail first."""
+        self._count(account, -1)
+        account.held -= freed + len(cached)
+        account.cached.add(cached)
+        self._count(account, 1)
+        self._enter(account)
+        self._settle(account)
+
+    def evict(self, account: Account, blocks: int) -> list[int]:
+        """The so many cached ones of it that give way now, and are free."""
+        self._count(account, -1)
+        victims = account.cached.pop(blocks)
+        self._count(account, 1)
+        return victims
+
+    def discard(self, account: Account, blocks: Sequence[int]) -> None:
+        """These are not cached any more but free: their names are gone."""
+        self._count(account, -1)
+        account.cached.remove(blocks)
+        self._count(account, 1)
+        self._settle(account)
+
+    def _settle(self, account: Account) -> None:
+        """Fewer blocks are held or used than before."""
+        if self._growing:
+            self._grow()
+        if self._leaving and account in self._leaving and not account.used:
+            for each in (self._leaving, self._growing, self._lowered):
+                each.pop(account, None)
+            del self._accounts[account.name]
+
+    def check(self) -> None:
+        """Raise AssertionError unless all counters are what they count. For tests."""
+        accounts = list(self)
+        assert self.reserved == sum(each.reserved for each in accounts)
+        assert self._beyond == sum(each.beyond for each in accounts)
+        strict = [each for each in accounts if each.limits.strict]
+        assert self._partitions == sum(max(each.reserved, each.used) for each in strict)
+        assert self._shared == sum(each.used for each in accounts if not each.limits.strict)
+        assert self._beyond <= self.total - self.reserved, "held beyond what is reserved"
+        assert self._shared <= self.total - self._partitions, "more is lent than is unused"
+        for each in accounts:
+            assert 0 <= each.reserved <= each.limits.reserved
+            assert each.reserved == each.limits.reserved or each in self._growing
+            assert each.used <= self.cap(each) or not len(each.cached), "cached above what it may have"
+            if len(each.cached) and not each.limits.strict:
+                assert each._entry is not None
+                assert each.over <= each._entry, "a victim that the heap does not know"

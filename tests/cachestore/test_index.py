@@ -13,8 +13,7 @@ KEYS = [name_of(ALICE, 1, word).key for word in range(4)]
 def make_index() -> PrefixIndex:
     index = PrefixIndex()
     index.raise_epoch(ALICE, 5)
-    for block, key in enumerate(KEYS):
-        index.add(BlockName(ALICE, 5, key), block)
+    assert index.add(ALICE, 5, KEYS, range(len(KEYS))) == {}
     return index
 
 
@@ -30,7 +29,7 @@ def test_line_07_a_key_is_missed_under_another_account_or_epoch() -> None:
 
 def test_a_match_ends_at_the_first_missing_key() -> None:
     index = make_index()
-    index.remove(BlockName(ALICE, 5, KEYS[2]))
+    index.remove(ALICE, [KEYS[2]])
     assert index.match(ALICE, 5, KEYS) == [0, 1]
     assert index.match(ALICE, 5, KEYS[3:]) == [3]
     assert index.match(ALICE, 5, []) == []
@@ -54,7 +53,7 @@ def test_a_dropped_account_never_comes_back() -> None:
         assert index.raise_epoch(ALICE, epoch) == []
         assert index.epoch(ALICE) is None
         with pytest.raises(ValueError, match="not open"):
-            index.add(BlockName(ALICE, epoch, KEYS[0]), 0)
+            index.add(ALICE, epoch, KEYS[:1], [0])
     index.raise_epoch(BOB, 1)
     assert index.epoch(BOB) == 1
 
@@ -68,11 +67,10 @@ def test_an_account_dropped_before_it_was_seen_is_dropped_too() -> None:
 
 def test_a_name_is_given_once_and_only_in_an_open_epoch() -> None:
     index = make_index()
-    with pytest.raises(ValueError, match="block 9 already belongs to block 0"):
-        index.add(BlockName(ALICE, 5, KEYS[0]), 9)
+    assert index.add(ALICE, 5, [KEYS[0], KEYS[1]], [9, 1]) == {9: 0}
     for account, epoch in ((ALICE, 4), (ALICE, 6), (BOB, 5)):
         with pytest.raises(ValueError, match="not open"):
-            index.add(BlockName(account, epoch, b"k" * 32), 9)
-    index.add(BlockName(ALICE, 5, b"k" * 32), 9)
+            index.add(account, epoch, [b"k" * 32], [9])
+    assert index.add(ALICE, 5, [b"k" * 32, KEYS[0]], [9, 8]) == {8: 0}
     assert dict(index.names())[BlockName(ALICE, 5, b"k" * 32)] == 9
     assert len(index) == 5

@@ -17,7 +17,7 @@ def bobs_view(harness: Harness) -> object:
     pool = harness.engine.pool
     return (
         [(name, block) for name, block in harness.engine.index.names() if name.account == BOB],
-        [block for block in pool._cached._order if (name := pool.name(block)) and name.account == BOB],
+        list(pool.shares.account(BOB).cached),
     )
 
 

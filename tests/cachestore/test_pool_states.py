@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cachestore.blocks import BlockPool, OutOfBlocks
 from cachestore.index import BlockName, PrefixIndex
+from policies.eviction import AccountLimits
 from tests.cachestore.support import ALICE, BOB, CAROL, assert_prefix_closed, chain_keys
 
 ACCOUNTS = (ALICE, BOB, CAROL)
@@ -18,6 +19,7 @@ ACCOUNTS = (ALICE, BOB, CAROL)
 CHAINS = st.lists(st.integers(0, 1), min_size=1, max_size=7)
 # Rare events happen at one value of a die, so that histories grow between them.
 DIE = st.integers(0, 19)
+WEIGHTS = st.sampled_from([1.0, 1.0, 3.0])
 
 
 @dataclass
@@ -48,7 +50,7 @@ class PoolMachine(RuleBasedStateMachine):
         if self.index.epoch(account) is not None and die < 15:
             return
         before = self.index.epoch(account)
-        self.pool.forget(self.index.raise_epoch(account, epoch))
+        self.pool.forget(account, self.index.raise_epoch(account, epoch))
         if account in self.dropped:
             assert self.index.epoch(account) is None
         else:
@@ -58,14 +60,14 @@ class PoolMachine(RuleBasedStateMachine):
     def drop(self, account: bytes, die: int) -> None:
         if die != 13:
             return
-        self.pool.forget(self.index.drop(account))
+        self.pool.forget(account, self.index.drop(account))
         self.dropped.add(account)
 
     @rule(account=st.sampled_from(ACCOUNTS), chain=CHAINS, stale=st.booleans())
     def admit(self, account: bytes, chain: list[int], stale: bool) -> None:
         """Adopt what is indexed and take the rest, or change nothing."""
         if self.index.epoch(account) is None:
-            self.pool.forget(self.index.raise_epoch(account, 1))
+            self.pool.forget(account, self.index.raise_epoch(account, 1))
         epoch = self.index.epoch(account) or 1
         keys = chain_keys(account, epoch, chain, 1)
         self.parents.update(zip(keys, [None, *keys], strict=False))
@@ -75,14 +77,17 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.content[block] == (account, epoch, key)
         needed = len(keys) - len(matched)
         before = (self.pool.free, self.pool.cached, self.pool.held)
-        if needed > self.pool.usable_beside(matched):
+        share = self.pool.shares.account(account)
+        if share.held + len(keys) <= share.reserved:
+            assert not self.pool.short(account, matched, needed), "an account within its reservation has to wait"
+        if self.pool.short(account, matched, needed):
             if not matched:
                 with pytest.raises(OutOfBlocks):
-                    self.pool.allocate(needed)
+                    self.pool.allocate(account, needed)
             assert (self.pool.free, self.pool.cached, self.pool.held) == before
             return
-        self.pool.share(matched)
-        holder = Holder(account, epoch, keys, matched + self.pool.allocate(needed), len(matched))
+        self.pool.share(account, matched)
+        holder = Holder(account, epoch, keys, matched + self.allocate(account, needed), len(matched))
         for block, key in list(zip(holder.table, keys, strict=True))[len(matched) :]:
             self.content[block] = BlockName(account, epoch, key)
         self.holders.append(holder)
@@ -95,7 +100,8 @@ class PoolMachine(RuleBasedStateMachine):
             return
         for position in range(holder.published, min(holder.published + count, len(holder.keys))):
             name = BlockName(holder.account, holder.epoch, holder.keys[position])
-            holder.table[position] = self.pool.publish(holder.table[position], name)
+            block = holder.table[position]
+            (holder.table[position],) = self.pool.publish(name.account, name.epoch, [block], [name.key])
             assert self.content[holder.table[position]] == name
             holder.published += 1
 
@@ -104,30 +110,67 @@ class PoolMachine(RuleBasedStateMachine):
     def grow(self, choice: int) -> None:
         """A decode takes one block more, which has no name yet."""
         holder = self.holders[choice % len(self.holders)]
-        if self.pool.usable:
-            holder.table += self.pool.allocate(1)
+        if not self.pool.short(holder.account, [], 1):
+            holder.table += self.allocate(holder.account, 1)
             self.content.pop(holder.table[-1], None)
 
     @precondition(lambda self: self.holders)
     @rule(choice=st.integers(0, 99))
     def release(self, choice: int) -> None:
-        self.pool.release(self.holders.pop(choice % len(self.holders)).table)
+        holder = self.holders.pop(choice % len(self.holders))
+        self.pool.release(holder.account, holder.table)
 
-    @rule(count=st.integers(1, 10))
-    def evict(self, count: int) -> None:
-        """Somebody takes all that is free and some of what is cached, and gives it back."""
-        count = min(self.pool.free + count, self.pool.usable)
-        evictions, free = self.pool.evictions, self.pool.free
-        blocks = self.pool.allocate(count)
-        assert self.pool.evictions - evictions == max(0, count - free)
+    @rule(account=st.sampled_from(ACCOUNTS), count=st.integers(1, 10))
+    def evict(self, account: bytes, count: int) -> None:
+        """Somebody takes blocks and gives them back."""
+        count = max(0, count - self.pool.short(account, [], count))
+        blocks = self.allocate(account, count)
         for block in blocks:
-            assert self.pool.name(block) is None
+            assert self.pool.key(block) is None
             self.content.pop(block, None)
-        self.pool.release(blocks)
+        self.pool.release(account, blocks)
+
+    @rule(account=st.sampled_from(ACCOUNTS), die=DIE, reserved=st.integers(0, 9), more=st.integers(0, 4), weight=WEIGHTS)
+    def set_limits(self, account: bytes, die: int, reserved: int, more: int, weight: float) -> None:
+        if die < 12:
+            return
+        limits = [
+            AccountLimits(weight=weight),
+            AccountLimits(reserved=reserved, weight=weight),
+            AccountLimits(reserved=reserved, max=reserved + more, weight=weight),
+            AccountLimits(reserved=reserved, max=reserved, weight=weight, strict=True),
+        ][die % 4]
+        held = {each.name: each.held for each in self.pool.shares}
+        self.pool.set_limits(account, limits)
+        # Nothing that runs loses a block.
+        assert {each.name: each.held for each in self.pool.shares} == held | {account: held.get(account, 0)}
+
+    def allocate(self, account: bytes, count: int) -> list[int]:
+        """What was promised to the others stays theirs; who gives way is furthest over its reservation."""
+        shares = self.pool.shares
+        mine = shares.account(account)
+        others = {each: (each.used, list(each.cached)) for each in shares if each is not mine}
+        room, evictions = self.pool.free, self.pool.evictions
+        blocks = self.pool.allocate(account, count)
+        losses = {each: used - each.used for each, (used, _) in others.items()}
+        for each, (used, cached) in others.items():
+            # Leaves first, from the cold end.
+            assert list(each.cached) == cached[losses[each] :]
+            assert each.used >= min(used, each.reserved)
+            assert not (losses[each] and (each.limits.strict or mine.limits.strict))
+        assert mine.used <= shares.cap(mine) or not len(mine.cached)
+        if not any(each.limits.strict for each in shares) and mine.limits.max is None:
+            assert self.pool.evictions - evictions == max(0, count - room)
+        for each in others:
+            # Whoever lost something ends no more than a block below those who could have given it instead.
+            if losses[each]:
+                for other in (other for other in others if len(other.cached) and not other.limits.strict):
+                    assert other.over <= each.over + 1 / each.limits.weight + 1e-9
+        return blocks
 
     @invariant()
     def everything_agrees(self) -> None:
-        self.pool.check(holder.table for holder in self.holders)
+        self.pool.check((holder.account, holder.table) for holder in self.holders)
         assert_prefix_closed(self.index, self.parents)
         for name, block in self.index.names():
             assert self.content[block] == name
@@ -135,11 +178,14 @@ class PoolMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for holder in self.holders:
-            self.pool.release(holder.table)
+            self.pool.release(holder.account, holder.table)
         self.pool.check([])
         assert self.pool.held == 0
+        # With nothing held every reservation is in force, as far as they fit.
+        missing = sum(each.limits.reserved - each.reserved for each in self.pool.shares)
+        assert not missing or self.pool.shares.reserved == self.pool.total
 
 
 # Well over 1,000 operations, with a check after each.
 TestPoolStates = PoolMachine.TestCase
-TestPoolStates.settings = settings(max_examples=100, stateful_step_count=50, derandomize=True, deadline=None)
+TestPoolStates.settings = settings(max_examples=300, stateful_step_count=60, derandomize=True, deadline=None)

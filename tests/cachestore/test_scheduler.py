@@ -12,7 +12,8 @@ from tests.cachestore.support import ALICE, BOB, Answer, Harness, expected_answe
 
 def pool_state(harness: Harness) -> object:
     pool = harness.engine.pool
-    return list(pool._free), list(pool._cached._order), list(pool._references), list(pool._names), pool.evictions
+    accounts = [(account.name, account.held, list(account.cached)) for account in pool.shares]
+    return accounts, list(pool._free), list(pool._references), list(pool._keys), pool.evictions
 
 
 def last_step(harness: Harness) -> list[tuple[int, int, int]]:
