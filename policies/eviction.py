@@ -250,7 +250,7 @@ class Shares:
                 if account is not None and not account.limits.strict:
                     closing = 1 / victim.limits.weight + 1 / account.limits.weight
                     steps = min(steps, (victim.over - account.over) / closing)
-                count = min(count, 1 + int(max(0.0, steps)), max(1, victim.used - victim.reserved))
+                count = min(count, 1 + int(min(max(0.0, steps), count)), max(1, victim.used - victim.reserved))
             count = min(count, blocks)
             blocks -= count
             yield victim, count
