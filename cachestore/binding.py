@@ -128,6 +128,7 @@ def make_sequence(tokens: torch.Tensor) -> Sequence:
     return Sequence(
         connection=0,
         request=0,
+        arrival=0,
         account=b"",
         epoch=0,
         tokens=array("I", tokens.tolist()),

@@ -71,10 +71,17 @@ class BlockPool:
     def references(self, block: int) -> int:
         return self._references[block]
 
+    def revived(self, blocks: Sequence[int]) -> int:
+        """How many of these nobody holds."""
+        return sum(1 for block in blocks if not self._references[block])
+
+    def above(self, account: bytes, shared: Sequence[int], count: int) -> int:
+        """How many blocks the account has to let go to `share` these and `allocate` so many within its own limit."""
+        return self.shares.above(self.shares.account(account), self.revived(shared) + count)
+
     def short(self, account: bytes, shared: Sequence[int], count: int) -> int:
-        """How many held blocks are to be released until `allocate(account, count)` follows `share(account, shared)`."""
-        revived = sum(1 for block in shared if not self._references[block])
-        return self.shares.short(self.shares.account(account), revived + count)
+        """How many blocks, whosever, have to be let go before the account can `share` these and `allocate` so many."""
+        return self.shares.short(self.shares.account(account), self.revived(shared) + count)
 
     def set_limits(self, account: bytes, limits: AccountLimits) -> None:
         """From now on; cached blocks that they leave no room for are evicted."""

@@ -97,6 +97,7 @@ class Engine:
         self.step_ns = 0
         self.computed_tokens = 0
         self.draining = False
+        self._arrivals = 0
         self._emit = emit
         self._clock_ns = clock_ns
         self._sequences: dict[tuple[int, int], Sequence] = {}
@@ -140,7 +141,7 @@ class Engine:
             raise ProtocolError("a request id is used twice at once")
         if not message.tokens or len(message.tokens) % TOKEN_BYTES:
             raise ProtocolError(f"{len(message.tokens)} bytes are no list of 4-byte token ids")
-        sequence = Sequence.from_submit(connection, message, self._clock_ns())
+        sequence = Sequence.from_submit(connection, message, self._arrivals, self._clock_ns())
         biased = [token for token, _ in message.sampling.logit_bias]
         if max(chain(sequence.tokens, biased, sequence.stop_token_ids)) >= self.limits.vocabulary_tokens:
             raise ProtocolError("a token id is outside the vocabulary")
@@ -153,6 +154,7 @@ class Engine:
             self._emit(connection, rejection)
             return
         self.pool.forget(message.account, self.index.raise_epoch(message.account, message.epoch))
+        self._arrivals += 1
         self._sequences[connection, message.request] = sequence
         self.scheduler.enqueue(sequence)
 
@@ -218,7 +220,7 @@ class Engine:
             held_blocks=self.pool.held,
             cached_blocks=self.pool.cached,
             running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
+            waiting=len(self.scheduler.queued),
             ended=len(self._ended),
             steps=self.steps,
             step_ns=self.step_ns,
@@ -244,7 +246,7 @@ class Engine:
         for sequence in [s for s in self._ended.values() if s.finished_ns + SEAL_WAIT_NS <= now_ns]:
             self._release_ended(sequence)
         # A preempted request was admitted once: its client is already being answered.
-        for sequence in [s for s in self.scheduler.waiting if not s.started_ns and s.queue_deadline_ns <= now_ns]:
+        for sequence in [s for s in self.scheduler.queued if not s.started_ns and s.queue_deadline_ns <= now_ns]:
             self.scheduler.remove(sequence)
             del self._sequences[sequence.connection, sequence.request]
             waited = (now_ns - sequence.queued_ns) / 1e9
@@ -339,6 +341,7 @@ class Engine:
                 sequence.written_until_block = position + 1
                 sequence.written_blocks += position < sequence.prompt_tokens // self.block_tokens
         sequence.published_blocks = full
+        self.scheduler.wake_followers(sequence)
 
     # --- endings
 
@@ -374,19 +377,29 @@ class Engine:
         del self._ended[sequence.connection, sequence.request]
         del self._sequences[sequence.connection, sequence.request]
 
-    def _reclaim_ended(self, blocks: int) -> bool:
-        """Release what ended requests hold, if so many blocks can be used then that can't be now."""
-        holders = Counter(block for sequence in self._ended.values() for block in sequence.table)
+    def _reclaim_ended(self, account: bytes, blocks: int, own: bool) -> bool:
+        """Release what ended requests hold, if so many blocks can be used then that can't be now.
+
+        Those of the account itself, or where neither is strict of all; a strict account is touched by nobody.
+        """
+        is_strict = self.pool.shares.account(account).limits.strict
+        ended = [
+            sequence
+            for sequence in self._ended.values()
+            if sequence.account == account
+            or not (own or is_strict or self.pool.shares.account(sequence.account).limits.strict)
+        ]
+        holders = Counter(block for sequence in ended for block in sequence.table)
         if sum(self.pool.references(block) == count for block, count in holders.items()) < blocks:
             return False
-        for sequence in list(self._ended.values()):
+        for sequence in ended:
             self._release_ended(sequence)
         return True
 
     def check(self) -> None:
         """Raise AssertionError unless blocks, index, tables and phases agree. For tests."""
         self.pool.check((sequence.account, sequence.table) for sequence in self._sequences.values())
-        waiting, running = list(self.scheduler.waiting), self.scheduler.running
+        waiting, running = self.scheduler.queued, self.scheduler.running
         assert len(waiting) + len(running) + len(self._ended) == len(self._sequences)
         for sequence in waiting:
             assert sequence.phase is Phase.WAITING

@@ -1,18 +1,26 @@
 """What runs this step: admission, block growth, preemption, and the rows of the step.
 
-Running decodes go first, then chunks of prefill in order of admission, up to the step's token budget. Admission takes
-every block that the prompt and the first output token need, or none: the plan is made first, and a refused plan
-changes nothing, recency included.
+Running decodes go first. What is left of the step's token budget goes to prompts, in chunks, of the account that is
+furthest behind by `policies.fairness`: to one of its requests that runs, else to one of those that wait, if it can be
+admitted. Admission takes every block that the prompt and the first output token need, or none: the plan is made first,
+and a refused plan changes nothing, recency included.
+
+A request whose next block is being filled by a running one of its account waits for that, holding nothing, and matches
+afresh when the block is published or its filler stops, whatever the cause.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from cachestore.blocks import BlockPool
 from cachestore.sequence import Phase, Sequence
-from policies.fairness import FirstComeFirstServed, choose_victim
+from policies.fairness import FairQueue, choose_victim
+
+# Of accounts in a step: where so many have no room, the others will hardly have.
+MOST_REFUSED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +45,9 @@ class Scheduler:
     """Owns the queue of waiting and the list of running sequences; asks the pool for their blocks.
 
     Args:
-        reclaim: makes room for so many more blocks from ended requests that still wait for their last `Seal`, or
-            changes nothing and says False; asked before a request is refused its blocks or preempted.
+        reclaim: of ended requests that still wait for their last `Seal` and may give way to one of this account, or
+            only those of the account itself, releases the blocks if that makes room for so many more, or changes
+            nothing and says False; asked before a request is refused its blocks or preempted.
     """
 
     def __init__(
@@ -48,7 +57,7 @@ class Scheduler:
         block_tokens: int,
         step_tokens: int,
         max_running: int,
-        reclaim: Callable[[int], bool],
+        reclaim: Callable[[bytes, int, bool], bool],
     ) -> None:
         if max_running > step_tokens:
             raise ValueError(f"max_running {max_running} is above step_tokens {step_tokens}: a step fits all decodes")
@@ -56,14 +65,22 @@ class Scheduler:
         self.block_tokens = block_tokens
         self.step_tokens = step_tokens
         self.max_running = max_running
-        self.waiting: FirstComeFirstServed[Sequence] = FirstComeFirstServed()
+        self.waiting: FairQueue[Sequence] = FairQueue()
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._reclaim = reclaim
+        self._weights: float | None = None
+        # Who waits for blocks that a running one is filling.
+        self._followers: defaultdict[Sequence, list[Sequence]] = defaultdict(list)
 
     @property
     def has_work(self) -> bool:
         return bool(self.running) or len(self.waiting) > 0
+
+    @property
+    def queued(self) -> list[Sequence]:
+        """All that wait, for room or for blocks."""
+        return [*self.waiting, *(each for followers in self._followers.values() for each in followers)]
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
@@ -73,52 +90,106 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Take a waiting or running sequence out; its blocks are the caller's to release."""
-        if sequence.phase is Phase.WAITING:
-            self.waiting.remove(sequence)
-        else:
+        if sequence.phase is Phase.RUNNING:
             self.running.remove(sequence)
+            self.wake_followers(sequence)
+            return
+        for followers in self._followers.values():
+            if sequence in followers:
+                followers.remove(sequence)
+                return
+        self.waiting.remove(sequence)
+
+    def wake_followers(self, sequence: Sequence) -> None:
+        """It has published blocks, or fills no more: who waits for them matches afresh."""
+        for follower in self._followers.pop(sequence, ()):
+            self.waiting.push_back(follower)
 
     def plan(self) -> StepPlan:
         """Admit, grow and preempt, and say what is computed this step."""
         self._grow()
-        rows: list[Row] = []
-        budget = self.step_tokens
-        for sequence in self.running:
-            if sequence.pending_tokens == 1:
-                rows.append(Row(sequence, sequence.computed_tokens, 1, samples=True))
-                budget -= 1
-        for sequence in self.running:
-            if sequence.pending_tokens > 1 and budget > 0:
-                rows.append(self._chunk(sequence, budget))
-                budget -= rows[-1].count
-        started: list[Sequence] = []
-        while budget > 0 and len(self.running) < self.max_running and (head := self.waiting.head()) is not None:
-            if not self._admit(head):
+        self._weights = None
+        step = [
+            Row(sequence, sequence.computed_tokens, 1, samples=True)
+            for sequence in self.running
+            if sequence.pending_tokens == 1
+        ]
+        for row in step:
+            self._charge(row, 1)
+        prefills = [sequence for sequence in self.running if sequence.pending_tokens > 1]
+        budget, refused = self.step_tokens - len(step), 0
+        while budget > 0:
+            sequence = min(prefills, key=lambda each: self.waiting.service(each.account), default=None)
+            account = self.waiting.first() if refused < MOST_REFUSED else None
+            if account is not None and (sequence is None or self._is_behind(account, sequence)):
+                preemptions = self.preemptions
+                sequence = self._admit_next(account)
+                if self.preemptions > preemptions:
+                    for row in step:
+                        if row.sequence.phase is not Phase.RUNNING:
+                            self._charge(row, -1)
+                            budget += row.count
+                    step = [row for row in step if row.sequence.phase is Phase.RUNNING]
+                    prefills = [each for each in prefills if each.phase is Phase.RUNNING]
+                if sequence is None:
+                    self.waiting.set_aside(account)
+                    refused += 1
+                    continue
+            elif sequence is not None:
+                prefills.remove(sequence)
+            else:
                 break
-            if not head.preemptions:
-                started.append(head)
-            rows.append(self._chunk(head, budget))
-            budget -= rows[-1].count
-        return StepPlan(rows, started)
+            count = min(sequence.pending_tokens, budget)
+            samples = count == sequence.pending_tokens
+            step.append(Row(sequence, sequence.computed_tokens, count, samples))
+            self._charge(step[-1], 1)
+            budget -= count
+        self.waiting.restore()
+        return StepPlan(step, [row.sequence for row in step if not row.sequence.started_ns])
 
-    def _chunk(self, sequence: Sequence, budget: int) -> Row:
-        count = min(sequence.pending_tokens, budget)
-        return Row(sequence, sequence.computed_tokens, count, samples=count == sequence.pending_tokens)
+    def _is_behind(self, account: bytes, sequence: Sequence) -> bool:
+        """Whether the account's next request goes before this running one. Inside an account the running one does."""
+        return account != sequence.account and self.waiting.service(account) < self.waiting.service(sequence.account)
+
+    def _charge(self, row: Row, sign: int) -> None:
+        """Prompt tokens that are computed, and the token that is sampled. What was cached is free."""
+        sequence = row.sequence
+        prompt_tokens = min(row.start + row.count, sequence.prompt_tokens) - min(row.start, sequence.prompt_tokens)
+        weight = self.pool.shares.account(sequence.account).limits.weight
+        self.waiting.charge(sequence.account, sign * (prompt_tokens + row.samples), weight)
+
+    # --- growth
 
     def _grow(self) -> None:
         """Every running sequence gets the block its next token goes into; who can't have one preempts."""
         for sequence in list(self.running):
             while sequence.phase is Phase.RUNNING and self.blocks_for(len(sequence.tokens)) > len(sequence.table):
-                if not self.pool.short(sequence.account, (), 1) or self._reclaim(1):
-                    sequence.table += self.pool.allocate(sequence.account, 1)
+                if victim := self._in_the_way(sequence):
+                    self.preempt(victim)
                 else:
-                    # A lone sequence always fits: one that never could was rejected when it came.
-                    victim = choose_victim(self.running)
-                    assert victim is not None
-                    self._preempt(victim)
+                    sequence.table += self.pool.allocate(sequence.account, 1)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue without its blocks, keeping its tokens and the names it was given."""
+    def _in_the_way(self, sequence: Sequence) -> Sequence | None:
+        """Who has to be preempted before a running sequence can have one more block; None: nobody."""
+        account = sequence.account
+        if self.pool.above(account, (), 1) and not self._reclaim(account, 1, True):
+            own = [each for each in self.running if each.account == account]
+            # Where the limit was lowered below what a lone one needs, it goes on to its end.
+            if victim := choose_victim(own[1:], self._over):
+                return victim
+        if self.pool.short(account, (), 1) and not self._reclaim(account, 1, False):
+            # A lone sequence always fits: one that never could was rejected when it came.
+            victim = choose_victim(self.running[1:], self._over)
+            assert victim is not None
+            return victim
+        return None
+
+    def _over(self, account: bytes) -> float:
+        share = self.pool.shares.account(account)
+        return (share.held - share.reserved) / share.limits.weight
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Back to its place in the queue without its blocks, keeping its tokens and the names it was given."""
         self.running.remove(sequence)
         self.pool.release(sequence.account, sequence.table)
         sequence.table = []
@@ -126,22 +197,110 @@ class Scheduler:
         sequence.preemptions += 1
         sequence.phase = Phase.WAITING
         self.preemptions += 1
-        self.waiting.push_back_to_head(sequence)
+        self.waiting.push_back(sequence)
+        self.wake_followers(sequence)
 
-    def _admit(self, sequence: Sequence) -> bool:
-        # At least one token is computed, or there would be no logits to sample from.
-        reusable = (len(sequence.tokens) - 1) // self.block_tokens
-        matched = self.pool.index.match(sequence.account, sequence.epoch, sequence.keys[:reusable])
-        needed = self.blocks_for(min(len(sequence.tokens) + 1, sequence.final_tokens)) - len(matched)
-        if short := self.pool.short(sequence.account, matched, needed):
-            # What is reclaimed may be what was matched, and is no room then.
-            if not self._reclaim(short) or self.pool.short(sequence.account, matched, needed):
+    # --- admission
+
+    def _admit_next(self, account: bytes) -> Sequence | None:
+        """The first of the account's waiting requests, now running; None where it has to wait."""
+        while (sequence := self.waiting.head(account)) is not None:
+            # At least one token is computed, or there would be no logits to sample from.
+            reusable = (len(sequence.tokens) - 1) // self.block_tokens
+            matched = self.pool.index.match(account, sequence.epoch, sequence.keys[:reusable])
+            if len(matched) < reusable and (filler := self._filler(sequence, len(matched))):
+                self.waiting.remove(sequence)
+                self._followers[filler].append(sequence)
+                continue
+            needed = self.blocks_for(min(len(sequence.tokens) + 1, sequence.final_tokens)) - len(matched)
+            if not self._make_room(account, matched, needed):
+                return None
+            self.waiting.remove(sequence)
+            self.pool.share(account, matched)
+            sequence.table = matched + self.pool.allocate(account, needed)
+            sequence.adopted_blocks = sequence.published_blocks = len(matched)
+            sequence.computed_tokens = len(matched) * self.block_tokens
+            sequence.phase = Phase.RUNNING
+            self.running.append(sequence)
+            return sequence
+        return None
+
+    def _filler(self, sequence: Sequence, block: int) -> Sequence | None:
+        """The running request that is about to fill this block of the sequence's prompt, under its name."""
+        if block >= len(sequence.keys) or not self.pool.index.is_open(sequence.account, sequence.epoch):
+            return None
+        key = sequence.keys[block]
+        for each in self.running:
+            if (
+                each.account == sequence.account
+                and each.epoch == sequence.epoch
+                and each.published_blocks <= block < each.prompt_tokens // self.block_tokens
+                and each.keys[block] == key
+            ):
+                return each
+        return None
+
+    def _make_room(self, account: bytes, matched: list[int], needed: int) -> bool:
+        """Whether a request with these blocks can be admitted, once who has to give way to it was preempted."""
+        pool = self.pool
+        if above := pool.above(account, matched, needed):
+            if not self._reclaim(account, above, True) or pool.above(account, matched, needed):
                 return False
-        self.pool.share(sequence.account, matched)
-        sequence.table = matched + self.pool.allocate(sequence.account, needed)
-        sequence.adopted_blocks = sequence.published_blocks = len(matched)
-        sequence.computed_tokens = len(matched) * self.block_tokens
-        sequence.phase = Phase.RUNNING
-        self.waiting.remove(sequence)
-        self.running.append(sequence)
-        return True
+        if short := pool.short(account, matched, needed):
+            # What is reclaimed may be what was matched, and is no room then.
+            self._reclaim(account, short, False)
+            short = pool.short(account, matched, needed)
+        has_slot = len(self.running) < self.max_running
+        if short:
+            victims = self._block_victims(account, matched, needed, short)
+        elif not has_slot:
+            victims = self._slot_victims(account)
+        else:
+            return True
+        for victim in victims:
+            self.preempt(victim)
+        return not pool.short(account, matched, needed) and len(self.running) < self.max_running
+
+    def _block_victims(self, account: bytes, matched: list[int], needed: int, short: int) -> list[Sequence]:
+        """Who has to go so that an account gets its share of what nobody has reserved; nobody, if that would be more.
+
+        All of those who give way have more than the requester, by their weights, until they gave it.
+        """
+        shares = self.pool.shares
+        mine = shares.account(account)
+        held = mine.held + self.pool.revived(matched) + needed
+        unreserved = shares.total - shares.reserved
+        if held > mine.reserved + mine.limits.weight / self._weight_with_work() * unreserved:
+            return []
+        over = {each.account: self._over(each.account) for each in self.running}
+        least = (held - mine.reserved) / mine.limits.weight
+        candidates = [each for each in self.running[1:] if each.account != account]
+        victims: list[Sequence] = []
+        while short > 0:
+            victim = choose_victim([each for each in candidates if over[each.account] > max(least, 0)], over.__getitem__)
+            if victim is None:
+                return []
+            freed = sum(1 for block in victim.table if self.pool.references(block) == 1)
+            over[victim.account] -= freed / shares.account(victim.account).limits.weight
+            short -= freed
+            candidates.remove(victim)
+            victims.append(victim)
+        return victims
+
+    def _slot_victims(self, account: bytes) -> list[Sequence]:
+        """Who has to go so that an account gets its share of the places in a step."""
+        running = Counter(each.account for each in self.running)
+        per_weight = {
+            each: count / self.pool.shares.account(each).limits.weight for each, count in running.items()
+        }
+        mine = (running[account] + 1) / self.pool.shares.account(account).limits.weight
+        candidates = [each for each in self.running[1:] if per_weight[each.account] > mine]
+        victim = choose_victim(candidates, per_weight.__getitem__)
+        return [] if victim is None else [victim]
+
+    def _weight_with_work(self) -> float:
+        """Of all accounts that have something running or waiting."""
+        if self._weights is None:
+            accounts = {each.account for each in (*self.running, *self.queued)}
+            self._weights = sum(self.pool.shares.account(each).limits.weight for each in accounts)
+        return self._weights

@@ -21,6 +21,7 @@ class Sequence:
 
     Attributes:
         connection: the gateway's connection; request ids are unique within it.
+        arrival: rises with the order in which requests came.
         tokens: prompt and generated tokens.
         keys: names for its full blocks, from the first on; names wait here until their block is full.
         table: its block numbers, in order.
@@ -30,6 +31,7 @@ class Sequence:
 
     connection: int
     request: int
+    arrival: int
     account: bytes
     epoch: int
     tokens: array[int]
@@ -56,12 +58,13 @@ class Sequence:
     finished_ns: int = 0
 
     @classmethod
-    def from_submit(cls, connection: int, submit: Submit, now_ns: int) -> Sequence:
+    def from_submit(cls, connection: int, submit: Submit, arrival: int, now_ns: int) -> Sequence:
         tokens: array[int] = array("I")
         tokens.frombytes(submit.tokens)
         return cls(
             connection=connection,
             request=submit.request,
+            arrival=arrival,
             account=submit.account,
             epoch=submit.epoch,
             tokens=tokens,

@@ -217,18 +217,18 @@ class Shares:
         limits = account.limits
         return min(unreserved, self.total if limits.max is None else limits.max)
 
-    def short(self, account: Account, blocks: int) -> int:
-        """How many blocks have to be let go before it may hold so many more, new ones or cached ones of its own.
+    def above(self, account: Account, blocks: int) -> int:
+        """How many blocks of its own it has to let go before it may hold so many more."""
+        return max(0, account.held + blocks - self.cap(account))
 
-        Those that are above its own `cap` have to be its own.
-        """
-        held = account.held + blocks
-        beyond = self._beyond - account.beyond + max(0, held - account.reserved)
-        return max(0, held - self.cap(account), beyond - (self.total - self.reserved))
+    def short(self, account: Account, blocks: int) -> int:
+        """How many held blocks, whosever, are in the way of its holding so many more: new ones or ones it has cached."""
+        beyond = self._beyond - account.beyond + max(0, account.held + blocks - account.reserved)
+        return max(0, beyond - (self.total - self.reserved))
 
     def to_evict(self, account: Account, blocks: int) -> tuple[int, int]:
         """Before it takes so many new ones, which fit: how many of its own have to go, and how many of anybody's."""
-        own = max(0, account.used + blocks - self.cap(account))
+        own = min(len(account.cached), max(0, account.used + blocks - self.cap(account)))
         if account.limits.strict:
             return own, 0
         return own, max(0, self._shared - own + blocks - (self.total - self._partitions))
@@ -242,6 +242,7 @@ class Shares:
             victim, second = self._greatest()
             if victim is None or (victim.over <= 0 and victim is not account):
                 assert account is not None
+                assert len(account.cached), "more blocks are wanted than fit"
                 victim = account
             count = len(victim.cached)
             if victim is not account:

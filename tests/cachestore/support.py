@@ -47,6 +47,7 @@ def make_sequence(
     return StoreSequence(
         connection=1,
         request=1,
+        arrival=1,
         account=ALICE,
         epoch=1,
         tokens=array("I", tokens),
