@@ -24,10 +24,13 @@ from cachestore.protocol import (
     KEY_BYTES,
     TOKEN_BYTES,
     Abort,
+    AccountReport,
     DropAccount,
     Fence,
     Fenced,
     Finished,
+    Flush,
+    Flushed,
     Limits,
     Message,
     OpenAccount,
@@ -42,6 +45,7 @@ from cachestore.protocol import (
 )
 from cachestore.scheduler import Row, Scheduler, StepPlan
 from cachestore.sequence import Phase, Sequence, split_keys
+from policies.eviction import AccountLimits
 
 log = logging.getLogger("saltern.store")
 
@@ -98,6 +102,10 @@ class Engine:
         self.computed_tokens = 0
         self.draining = False
         self._arrivals = 0
+        # The last of its limits that each account was given.
+        self._revisions: dict[bytes, int] = {}
+        self._hit_tokens: Counter[bytes] = Counter()
+        self._miss_tokens: Counter[bytes] = Counter()
         self._emit = emit
         self._clock_ns = clock_ns
         self._sequences: dict[tuple[int, int], Sequence] = {}
@@ -107,10 +115,40 @@ class Engine:
     # --- commands
 
     def open_account(self, message: OpenAccount) -> None:
-        """Raises ProtocolError for limits that this version does not enforce."""
-        if message.reserved_blocks or message.max_blocks is not None or message.weight != 1.0 or message.strict:
-            raise ProtocolError("limits of an account are not enforced by this version of the store")
-        self.pool.forget(message.account, self.index.raise_epoch(message.account, message.epoch))
+        """Raises ProtocolError for limits that contradict each other."""
+        try:
+            limits = AccountLimits(
+                message.reserved_blocks, message.max_blocks, message.weight, message.strict
+            )
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
+        self._open(message.account, message.epoch)
+        if self.index.epoch(message.account) is None or message.revision < self._revisions.get(message.account, 0):
+            return
+        self._revisions[message.account] = message.revision
+        self.pool.set_limits(message.account, limits)
+        for sequence in self.scheduler.queued:
+            if rejection := self._never_fits(sequence):
+                self._give_up(sequence, rejection)
+
+    def _open(self, account: bytes, epoch: int) -> None:
+        self.pool.forget(account, self.index.raise_epoch(account, epoch))
+
+    def _give_up(self, sequence: Sequence, rejection: Rejected) -> None:
+        """A request that waits and can't fit any more; one that has begun ends with what it has."""
+        if sequence.started_ns:
+            self._finish(sequence, "length")
+            return
+        self.scheduler.remove(sequence)
+        del self._sequences[sequence.connection, sequence.request]
+        self._emit(sequence.connection, rejection)
+
+    def flush(self, connection: int, message: Flush) -> None:
+        """All that is cached of the account leaves the index; requests that run keep the blocks they hold."""
+        dropped = self.index.clear(message.account)
+        self.pool.forget(message.account, dropped)
+        blocks = len(dropped)
+        self._emit(connection, Flushed(account=message.account, blocks=blocks, bytes=blocks * self.block_bytes))
 
     def fence(self, connection: int, message: Fence) -> None:
         """Everything older than the epoch leaves the index; requests that run keep the blocks they hold."""
@@ -124,6 +162,9 @@ class Engine:
             self._abort(sequence)
         dropped = self.index.drop(message.account)
         self.pool.forget(message.account, dropped)
+        self.pool.shares.forget(self.pool.shares.account(message.account))
+        for each in (self._revisions, self._hit_tokens, self._miss_tokens):
+            each.pop(message.account, None)
         self._emit(connection, self._fenced(message.account, None, len(dropped)))
 
     def _fenced(self, account: bytes, epoch: int | None, blocks: int) -> Fenced:
@@ -153,14 +194,14 @@ class Engine:
         if rejection := self._rejection(sequence):
             self._emit(connection, rejection)
             return
-        self.pool.forget(message.account, self.index.raise_epoch(message.account, message.epoch))
+        self._open(message.account, message.epoch)
         self._arrivals += 1
         self._sequences[connection, message.request] = sequence
         self.scheduler.enqueue(sequence)
 
     def _rejection(self, sequence: Sequence) -> Rejected | None:
         def rejected(
-            code: Literal["too_long", "over_capacity", "stale_epoch", "unknown_account", "draining"], detail: str
+            code: Literal["too_long", "stale_epoch", "unknown_account", "draining"], detail: str
         ) -> Rejected:
             return Rejected(request=sequence.request, code=code, detail=detail)
 
@@ -171,13 +212,20 @@ class Engine:
             return rejected("stale_epoch", f"epoch {sequence.epoch} is older than {epoch}")
         if self.draining:
             return rejected("draining", "the store is draining")
-        asked = f"{sequence.prompt_tokens} prompt tokens and at most {sequence.max_tokens} new ones"
         if sequence.prompt_tokens + sequence.max_tokens > self.limits.max_context_tokens:
-            return rejected("too_long", f"{asked} exceed the context of {self.limits.max_context_tokens}")
-        if self.scheduler.blocks_for(sequence.final_tokens) > self.limits.blocks:
-            pool_tokens = self.limits.blocks * self.block_tokens
-            return rejected("over_capacity", f"{asked} exceed the cache of {pool_tokens} tokens")
-        return None
+            limit = f"exceed the context of {self.limits.max_context_tokens}"
+            return rejected("too_long", f"{sequence.asked} {limit}")
+        return self._never_fits(sequence)
+
+    def _never_fits(self, sequence: Sequence) -> Rejected | None:
+        """The refusal of a request that its account has no room for, even when nothing else runs."""
+        shares = self.pool.shares
+        most = shares.most(shares.account(sequence.account))
+        if self.scheduler.blocks_for(sequence.final_tokens) <= most:
+            return None
+        of_whom = "the cache" if most == shares.total else "the account's part of the cache,"
+        detail = f"{sequence.asked} exceed {of_whom} of {most * self.block_tokens} tokens"
+        return Rejected(request=sequence.request, code="over_capacity", detail=detail)
 
     def seal(self, connection: int, message: Seal) -> None:
         """Take names for generated blocks; the last `Seal` ends the request's hold on its blocks.
@@ -227,6 +275,21 @@ class Engine:
             computed_tokens=self.computed_tokens,
             preemptions=self.scheduler.preemptions,
             evictions=self.pool.evictions,
+        )
+
+    def account_report(self, account: bytes) -> AccountReport:
+        if self.index.epoch(account) is None:
+            return AccountReport(account=account)
+        share = self.pool.shares.account(account)
+        return AccountReport(
+            account=account,
+            held_blocks=share.held,
+            cached_blocks=len(share.cached),
+            reserved_blocks=share.reserved,
+            max_blocks=share.limits.max,
+            hit_tokens=self._hit_tokens[account],
+            miss_tokens=self._miss_tokens[account],
+            evictions=share.evictions,
         )
 
     # --- steps
@@ -288,6 +351,8 @@ class Engine:
         for sequence in plan.started:
             sequence.started_ns = self._clock_ns()
             sequence.cached_tokens = sequence.computed_tokens
+            self._hit_tokens[sequence.account] += sequence.cached_tokens
+            self._miss_tokens[sequence.account] += sequence.prompt_tokens - sequence.cached_tokens
             full = sequence.prompt_tokens // self.block_tokens
             started = Started(
                 request=sequence.request,

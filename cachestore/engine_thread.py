@@ -14,6 +14,7 @@ from cachestore.protocol import (
     Drained,
     DropAccount,
     Fence,
+    Flush,
     Message,
     OpenAccount,
     ProtocolError,
@@ -157,8 +158,12 @@ class EngineThread:
                     self.engine.fence(connection, message)
                 case DropAccount():
                     self.engine.drop_account(connection, message)
-                case Stats():
+                case Flush():
+                    self.engine.flush(connection, message)
+                case Stats(account=None):
                     self._outbox.append((connection, self.engine.stats(pushed=False)))
+                case Stats(account=bytes() as account):
+                    self._outbox.append((connection, self.engine.account_report(account)))
                 case Drain():
                     self.engine.draining = True
                     self._drain_waiters.append(connection)

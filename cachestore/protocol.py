@@ -6,8 +6,7 @@ the limit are refused before anything is allocated for them; they cost the peer 
 Blocks are named by 32-byte keys that only a tenant's secret can produce. The store sees accounts (16 opaque
 bytes), epochs, keys and tokens; it never sees a salt, a tenant's name, HTTP or SQL.
 
-Not in this version: host limits, `ttl`, `Probe`, `Flush`, `Stats` of one account, and account limits other
-than the defaults (a store refuses those by closing the connection with the reason in its log).
+Not in this version: host limits, `ttl` and `Probe`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-PROTOCOL = 2
+PROTOCOL = 3
 KEY_VERSION = 1
 LAYOUT_VERSION = 1
 
@@ -151,7 +150,14 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class OpenAccount(Message, frozen=True, kw_only=True):
-    """The account's epoch and limits. Idempotent; `epoch` and `revision` each only rise."""
+    """The account's epoch and limits. Idempotent; `epoch` and `revision` each only rise.
+
+    Attributes:
+        reserved_blocks: nobody else takes them; unused ones are lent to cached blocks that give way at once.
+        max_blocks: held and cached together; None is the pool.
+        weight: of its part in what nobody has reserved, and in what is computed.
+        strict: `reserved_blocks` = `max_blocks`, nothing lent and nothing borrowed.
+    """
 
     account: Account
     epoch: Epoch
@@ -172,6 +178,12 @@ class Fence(Message, frozen=True, kw_only=True):
 
 class DropAccount(Message, frozen=True, kw_only=True):
     """All of an account leaves the index, its running requests are aborted, a tombstone stays."""
+
+    account: Account
+
+
+class Flush(Message, frozen=True, kw_only=True):
+    """All that is cached of an account leaves the index before `Flushed` is sent; nothing else changes."""
 
     account: Account
 
@@ -213,7 +225,9 @@ class Abort(Message, frozen=True, kw_only=True):
 
 
 class Stats(Message, frozen=True, kw_only=True):
-    """Ask for a `StatsReport` now; one is pushed every second anyway."""
+    """Ask for an account's `AccountReport`, or for a `StatsReport` now; that is pushed every second anyway."""
+
+    account: Account | None = None
 
 
 class Drain(Message, frozen=True, kw_only=True):
@@ -312,12 +326,50 @@ class StatsReport(Message, frozen=True, kw_only=True):
     evictions: Count
 
 
+class Flushed(Message, frozen=True, kw_only=True):
+    """What left the index."""
+
+    account: Account
+    blocks: Count
+    bytes: Count
+
+
+class AccountReport(Message, frozen=True, kw_only=True):
+    """What an account has; all zero for an unknown one. `reserved_blocks`: as far as the reservation is in force.
+
+    `hit_tokens`, `miss_tokens`: of the prompts of all its requests that were admitted.
+    """
+
+    account: Account
+    held_blocks: Count = 0
+    cached_blocks: Count = 0
+    reserved_blocks: Count = 0
+    max_blocks: Count | None = None
+    hit_tokens: Count = 0
+    miss_tokens: Count = 0
+    evictions: Count = 0
+
+
 class Drained(Message, frozen=True, kw_only=True):
     pass
 
 
-ToStore = Hello | OpenAccount | Fence | DropAccount | Submit | Seal | Abort | Stats | Drain | Ping | Pong
-ToGateway = Welcome | Refused | Started | Tokens | Finished | Rejected | Fenced | StatsReport | Drained | Ping | Pong
+ToStore = Hello | OpenAccount | Fence | DropAccount | Flush | Submit | Seal | Abort | Stats | Drain | Ping | Pong
+ToGateway = (
+    Welcome
+    | Refused
+    | Started
+    | Tokens
+    | Finished
+    | Rejected
+    | Fenced
+    | Flushed
+    | StatsReport
+    | AccountReport
+    | Drained
+    | Ping
+    | Pong
+)
 
 M = TypeVar("M")
 

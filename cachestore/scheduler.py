@@ -243,9 +243,9 @@ class Scheduler:
     def _make_room(self, account: bytes, matched: list[int], needed: int) -> bool:
         """Whether a request with these blocks can be admitted, once who has to give way to it was preempted."""
         pool = self.pool
-        if above := pool.above(account, matched, needed):
-            if not self._reclaim(account, above, True) or pool.above(account, matched, needed):
-                return False
+        above = pool.above(account, matched, needed)
+        if above and not (self._reclaim(account, above, True) and not pool.above(account, matched, needed)):
+            return False
         if short := pool.short(account, matched, needed):
             # What is reclaimed may be what was matched, and is no room then.
             self._reclaim(account, short, False)
@@ -274,16 +274,16 @@ class Scheduler:
             return []
         over = {each.account: self._over(each.account) for each in self.running}
         least = (held - mine.reserved) / mine.limits.weight
-        candidates = [each for each in self.running[1:] if each.account != account]
+        others = [each for each in self.running[1:] if each.account != account]
         victims: list[Sequence] = []
         while short > 0:
-            victim = choose_victim([each for each in candidates if over[each.account] > max(least, 0)], over.__getitem__)
-            if victim is None:
+            candidates = [each for each in others if over[each.account] > max(least, 0)]
+            if (victim := choose_victim(candidates, over.__getitem__)) is None:
                 return []
             freed = sum(1 for block in victim.table if self.pool.references(block) == 1)
             over[victim.account] -= freed / shares.account(victim.account).limits.weight
             short -= freed
-            candidates.remove(victim)
+            others.remove(victim)
             victims.append(victim)
         return victims
 

@@ -92,6 +92,11 @@ class Sequence:
         return self.prompt_tokens + self.max_tokens - 1
 
     @property
+    def asked(self) -> str:
+        """Its size, for a refusal."""
+        return f"{self.prompt_tokens} prompt tokens and at most {self.max_tokens} new ones"
+
+    @property
     def stamps(self) -> Stamps:
         return Stamps(
             queued_ns=self.queued_ns,

@@ -99,9 +99,10 @@ class Account:
         reserved: what of `limits.reserved` is in force.
         held: blocks that requests refer to.
         cached: the others, in the order in which they give way.
+        evictions: how many gave way.
     """
 
-    __slots__ = ("_entry", "_number", "cached", "held", "limits", "name", "reserved")
+    __slots__ = ("_entry", "_number", "cached", "evictions", "held", "limits", "name", "reserved")
 
     def __init__(self, name: bytes, cached: Order, number: int) -> None:
         self.name = name
@@ -109,6 +110,7 @@ class Account:
         self.limits = NO_LIMITS
         self.reserved = 0
         self.held = 0
+        self.evictions = 0
         self._number = number
         # How far over its reservation it is at most, as the heap of victims knows it.
         self._entry: float | None = None
@@ -222,7 +224,7 @@ class Shares:
         return max(0, account.held + blocks - self.cap(account))
 
     def short(self, account: Account, blocks: int) -> int:
-        """How many held blocks, whosever, are in the way of its holding so many more: new ones or ones it has cached."""
+        """How many held blocks, whosever, are in the way of its holding so many more: new or its own cached ones."""
         beyond = self._beyond - account.beyond + max(0, account.held + blocks - account.reserved)
         return max(0, beyond - (self.total - self.reserved))
 
@@ -323,6 +325,7 @@ class Shares:
         """The so many cached ones of it that give way now, and are free."""
         self._count(account, -1)
         victims = account.cached.pop(blocks)
+        account.evictions += len(victims)
         self._count(account, 1)
         return victims
 

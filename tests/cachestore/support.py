@@ -247,8 +247,8 @@ class Harness:
         self._requests = 0
         self._gone: set[int] = set()
 
-    def open(self, account: bytes = ALICE, epoch: int = 1) -> None:
-        self._call(lambda: self.engine.open_account(OpenAccount(account=account, epoch=epoch)))
+    def open(self, account: bytes = ALICE, epoch: int = 1, **limits: Any) -> None:
+        self._call(lambda: self.engine.open_account(OpenAccount(account=account, epoch=epoch, **limits)))
 
     def submit(
         self,

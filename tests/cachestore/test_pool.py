@@ -113,7 +113,8 @@ def test_allocation_is_all_or_nothing() -> None:
     pool = make_pool(4)
     cache_chain(pool, 2)
     before = state(pool)
-    with pytest.raises(OutOfBlocks, match="5 blocks wanted, 2 free and 2 cached of 4; the account holds 0 and may have 4"):
+    reason = "5 blocks wanted, 2 free and 2 cached of 4; the account holds 0 and may have 4"
+    with pytest.raises(OutOfBlocks, match=reason):
         pool.allocate(ALICE, 5)
     assert state(pool) == before
     assert len(pool.allocate(ALICE, 4)) == 4

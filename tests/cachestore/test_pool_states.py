@@ -130,7 +130,13 @@ class PoolMachine(RuleBasedStateMachine):
             self.content.pop(block, None)
         self.pool.release(account, blocks)
 
-    @rule(account=st.sampled_from(ACCOUNTS), die=DIE, reserved=st.integers(0, 9), more=st.integers(0, 4), weight=WEIGHTS)
+    @rule(
+        account=st.sampled_from(ACCOUNTS),
+        die=DIE,
+        reserved=st.integers(0, 9),
+        more=st.integers(0, 4),
+        weight=WEIGHTS,
+    )
     def set_limits(self, account: bytes, die: int, reserved: int, more: int, weight: float) -> None:
         if die < 12:
             return

@@ -55,7 +55,7 @@ def test_a_refused_admission_changes_nothing_recency_included() -> None:
     # Hits 4 cached blocks and needs 7 more; 10 are usable, 4 of those are the ones it hits.
     waits = harness.submit(prompt(1, 16) + prompt(4, 27), max_tokens=1)
     for _ in range(3):
-        assert not harness.engine.scheduler._admit(harness.sequence(waits))
+        assert not harness.engine.scheduler._admit_next(ALICE)
         assert pool_state(harness) == before
     assert not waits.started
     harness.abort(runs)
@@ -231,7 +231,9 @@ def test_a_step_must_have_room_for_all_decodes() -> None:
     pool = BlockPool(4, PrefixIndex())
 
     def make(max_running: int) -> Scheduler:
-        return Scheduler(pool, block_tokens=4, step_tokens=8, max_running=max_running, reclaim=lambda: None)
+        return Scheduler(
+            pool, block_tokens=4, step_tokens=8, max_running=max_running, reclaim=lambda account, blocks, own: False
+        )
 
     with pytest.raises(ValueError, match="9 is above step_tokens 8"):
         make(9)
