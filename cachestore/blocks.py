@@ -191,6 +191,13 @@ class BlockPool:
             self.shares.discard(self.shares.account(account), freed)
             self._evict_excess()
 
+    def flush(self, account: bytes) -> int:
+        """Free all that the account has cached; answers how many blocks that were. What is held keeps its names."""
+        owner = self.shares.account(account)
+        count = len(owner.cached)
+        self._evict(owner, count)
+        return count
+
     def _take(self, count: int) -> list[int]:
         """Free blocks, held once from now on."""
         if not count:

@@ -128,26 +128,24 @@ class Engine:
         self._revisions[message.account] = message.revision
         self.pool.set_limits(message.account, limits)
         for sequence in self.scheduler.queued:
-            if rejection := self._never_fits(sequence):
-                self._give_up(sequence, rejection)
+            if not self.scheduler.may_fit(sequence):
+                self._give_up(sequence)
 
     def _open(self, account: bytes, epoch: int) -> None:
         self.pool.forget(account, self.index.raise_epoch(account, epoch))
 
-    def _give_up(self, sequence: Sequence, rejection: Rejected) -> None:
+    def _give_up(self, sequence: Sequence) -> None:
         """A request that waits and can't fit any more; one that has begun ends with what it has."""
         if sequence.started_ns:
             self._finish(sequence, "length")
             return
         self.scheduler.remove(sequence)
         del self._sequences[sequence.connection, sequence.request]
-        self._emit(sequence.connection, rejection)
+        self._emit(sequence.connection, self._over_capacity(sequence))
 
     def flush(self, connection: int, message: Flush) -> None:
         """All that is cached of the account leaves the index; requests that run keep the blocks they hold."""
-        dropped = self.index.clear(message.account)
-        self.pool.forget(message.account, dropped)
-        blocks = len(dropped)
+        blocks = self.pool.flush(message.account) if self.index.epoch(message.account) is not None else 0
         self._emit(connection, Flushed(account=message.account, blocks=blocks, bytes=blocks * self.block_bytes))
 
     def fence(self, connection: int, message: Fence) -> None:
@@ -215,14 +213,11 @@ class Engine:
         if sequence.prompt_tokens + sequence.max_tokens > self.limits.max_context_tokens:
             limit = f"exceed the context of {self.limits.max_context_tokens}"
             return rejected("too_long", f"{sequence.asked} {limit}")
-        return self._never_fits(sequence)
+        return None if self.scheduler.may_fit(sequence) else self._over_capacity(sequence)
 
-    def _never_fits(self, sequence: Sequence) -> Rejected | None:
-        """The refusal of a request that its account has no room for, even when nothing else runs."""
+    def _over_capacity(self, sequence: Sequence) -> Rejected:
         shares = self.pool.shares
         most = shares.most(shares.account(sequence.account))
-        if self.scheduler.blocks_for(sequence.final_tokens) <= most:
-            return None
         of_whom = "the cache" if most == shares.total else "the account's part of the cache,"
         detail = f"{sequence.asked} exceed {of_whom} of {most * self.block_tokens} tokens"
         return Rejected(request=sequence.request, code="over_capacity", detail=detail)
@@ -323,6 +318,8 @@ class Engine:
     def plan(self) -> StepPlan:
         """Decide what the next step computes, and say which requests it admits."""
         plan = self.scheduler.plan()
+        for sequence in plan.unfit:
+            self._give_up(sequence)
         self._announce(plan)
         return plan
 

@@ -67,20 +67,11 @@ class PrefixIndex:
         self._accounts[account] = _Account(epoch)
         return list(known.blocks.values())
 
-    def clear(self, account: bytes) -> list[int]:
-        """Forget the account's names. Returns the blocks that lost them."""
-        known = self._accounts.get(account)
-        if known is None:
-            return []
-        blocks, known.blocks = list(known.blocks.values()), {}
-        return blocks
-
     def drop(self, account: bytes) -> list[int]:
         """Forget the account for good. Returns the blocks that lost their names."""
         self._tombstones.add(account)
-        blocks = self.clear(account)
-        self._accounts.pop(account, None)
-        return blocks
+        known = self._accounts.pop(account, None)
+        return list(known.blocks.values()) if known else []
 
     def get(self, name: BlockName) -> int | None:
         known = self._accounts.get(name.account)

@@ -12,7 +12,7 @@ afresh when the block is published or its filler stops, whatever the cause.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cachestore.blocks import BlockPool
@@ -35,10 +35,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The rows of one step, and the sequences that were admitted for the first time."""
+    """The rows of one step, the sequences that were admitted for the first time, and those that never can be."""
 
     rows: list[Row]
     started: list[Sequence]
+    unfit: list[Sequence]
 
 
 class Scheduler:
@@ -72,6 +73,7 @@ class Scheduler:
         self._weights: float | None = None
         # Who waits for blocks that a running one is filling.
         self._followers: defaultdict[Sequence, list[Sequence]] = defaultdict(list)
+        pool.shares.begun = self._begun
 
     @property
     def has_work(self) -> bool:
@@ -84,6 +86,11 @@ class Scheduler:
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
+
+    def may_fit(self, sequence: Sequence) -> bool:
+        """Whether it can run to its end, at least when nothing else does."""
+        shares = self.pool.shares
+        return self.blocks_for(sequence.final_tokens) <= shares.most(shares.account(sequence.account))
 
     def enqueue(self, sequence: Sequence) -> None:
         self.waiting.push(sequence)
@@ -117,6 +124,7 @@ class Scheduler:
         for row in step:
             self._charge(row, 1)
         prefills = [sequence for sequence in self.running if sequence.pending_tokens > 1]
+        unfit: list[Sequence] = []
         budget, refused = self.step_tokens - len(step), 0
         while budget > 0:
             sequence = min(prefills, key=lambda each: self.waiting.service(each.account), default=None)
@@ -132,6 +140,8 @@ class Scheduler:
                     step = [row for row in step if row.sequence.phase is Phase.RUNNING]
                     prefills = [each for each in prefills if each.phase is Phase.RUNNING]
                 if sequence is None:
+                    if (head := self.waiting.head(account)) is not None and not self.may_fit(head):
+                        unfit.append(head)
                     self.waiting.set_aside(account)
                     refused += 1
                     continue
@@ -145,7 +155,8 @@ class Scheduler:
             self._charge(step[-1], 1)
             budget -= count
         self.waiting.restore()
-        return StepPlan(step, [row.sequence for row in step if not row.sequence.started_ns])
+        started = [row.sequence for row in step if not row.sequence.started_ns]
+        return StepPlan(step, started, unfit)
 
     def _is_behind(self, account: bytes, sequence: Sequence) -> bool:
         """Whether the account's next request goes before this running one. Inside an account the running one does."""
@@ -157,6 +168,12 @@ class Scheduler:
         prompt_tokens = min(row.start + row.count, sequence.prompt_tokens) - min(row.start, sequence.prompt_tokens)
         weight = self.pool.shares.account(sequence.account).limits.weight
         self.waiting.charge(sequence.account, sign * (prompt_tokens + row.samples), weight)
+
+    def _begun(self) -> Iterator[tuple[bytes, int]]:
+        """Accounts of requests that are being answered, and the blocks that each needs for its end."""
+        for sequence in (*self.running, *self.queued):
+            if sequence.started_ns or sequence.phase is Phase.RUNNING:
+                yield sequence.account, self.blocks_for(sequence.final_tokens)
 
     # --- growth
 
@@ -174,8 +191,8 @@ class Scheduler:
         account = sequence.account
         if self.pool.above(account, (), 1) and not self._reclaim(account, 1, True):
             own = [each for each in self.running if each.account == account]
-            # Where the limit was lowered below what a lone one needs, it goes on to its end.
-            if victim := choose_victim(own[1:], self._over):
+            # Where the limit was lowered below what they need, they go on to their end.
+            if victim := choose_victim([each for each in own[1:] if self.may_fit(each)], self._over):
                 return victim
         if self.pool.short(account, (), 1) and not self._reclaim(account, 1, False):
             # A lone sequence always fits: one that never could was rejected when it came.
@@ -288,12 +305,12 @@ class Scheduler:
         return victims
 
     def _slot_victims(self, account: bytes) -> list[Sequence]:
-        """Who has to go so that an account gets its share of the places in a step."""
+        """Who has to go so that an account that has nothing running gets its share of the places in a step."""
         running = Counter(each.account for each in self.running)
-        per_weight = {
-            each: count / self.pool.shares.account(each).limits.weight for each, count in running.items()
-        }
-        mine = (running[account] + 1) / self.pool.shares.account(account).limits.weight
+        if running[account]:
+            return []
+        per_weight = {each: count / self.pool.shares.account(each).limits.weight for each, count in running.items()}
+        mine = 1 / self.pool.shares.account(account).limits.weight
         candidates = [each for each in self.running[1:] if per_weight[each.account] > mine]
         victim = choose_victim(candidates, per_weight.__getitem__)
         return [] if victim is None else [victim]

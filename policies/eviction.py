@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -133,6 +133,9 @@ class Account:
 class Shares:
     """The pool's blocks, as far as who has how many. It is told of every change before the next question.
 
+    Attributes:
+        begun: names of accounts with requests that are being answered, and how many blocks each needs for its end.
+
     Args:
         total: blocks of the pool.
         make_order: for the cached blocks of an account.
@@ -142,6 +145,7 @@ class Shares:
         self.total = total
         #: Σ of what is reserved and in force.
         self.reserved = 0
+        self.begun: Callable[[], Iterable[tuple[bytes, int]]] = tuple
         self._make_order = make_order
         self._accounts: dict[bytes, Account] = {}
         self._number = 0
@@ -200,7 +204,9 @@ class Shares:
         for account in list(self._growing):
             room = self.total - self.reserved - self._beyond
             wanted = account.limits.reserved - account.reserved
-            if more := min(wanted, account.beyond + room):
+            # Nor does it take from a request that was begun what that needs for its end.
+            left = (self.most(self.account(name)) - blocks for name, blocks in self.begun() if name != account.name)
+            if more := max(0, min(wanted, account.beyond + room, *left)):
                 self._change(account, account.limits, account.reserved + more)
             if more == wanted:
                 del self._growing[account]

@@ -17,6 +17,8 @@ from cachestore.protocol import (
     Fence,
     Fenced,
     Finished,
+    Flush,
+    Flushed,
     Limits,
     Message,
     OpenAccount,
@@ -242,6 +244,7 @@ class Harness:
             clock_ns=self.clock,
         )
         self.fenced: list[Fenced] = []
+        self.flushed: list[Flushed] = []
         self.answers: dict[tuple[int, int], Answer] = {}
         self.parents: dict[bytes, bytes | None] = {}
         self._requests = 0
@@ -307,6 +310,12 @@ class Harness:
         self._call(lambda: self.engine.drop_account(1, DropAccount(account=account)))
         return self.fenced[-1]
 
+    def flush(self, account: bytes) -> Flushed:
+        """Held to: what is held keeps its name, and all else of the account is gone."""
+        self._call(lambda: self.engine.flush(1, Flush(account=account)))
+        assert not len(self.engine.pool.shares.account(account).cached)
+        return self.flushed[-1]
+
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             self._call(self.engine.step)
@@ -356,9 +365,12 @@ class Harness:
         self.check()
 
     def _take(self, connection: int, message: Message) -> None:
-        assert isinstance(message, Fenced | Started | Tokens | Finished | Rejected)
+        assert isinstance(message, Fenced | Flushed | Started | Tokens | Finished | Rejected)
         if isinstance(message, Fenced):
             self.fenced.append(message)
+            return
+        if isinstance(message, Flushed):
+            self.flushed.append(message)
             return
         if connection in self._gone:
             return

@@ -24,6 +24,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.harness = Harness(blocks=14, block_tokens=4, step_tokens=12, max_running=4, max_context_tokens=48)
         self.epochs = dict.fromkeys(ACCOUNTS, 1)
         self.dropped: set[bytes] = set()
+        self.revision = 0
         self.connections = [1, 2]
         self.answers: list[Answer] = []
 
@@ -55,6 +56,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 12))
     def step(self, count: int) -> None:
         self.harness.step(count)
+        # Those that were waiting when a limit was lowered may have been refused.
+        self.answers = [answer for answer in self.answers if not answer.rejected]
 
     @precondition(lambda self: self.answers)
     @rule(choice=st.integers(0, 99))
@@ -91,6 +94,31 @@ class EngineMachine(RuleBasedStateMachine):
         before = self.harness.cached_blocks(account)
         assert self.harness.fence(account, self.epochs[account]).blocks == before
         assert self.harness.cached_blocks(account) == 0
+
+    @rule(
+        account=st.sampled_from(ACCOUNTS),
+        die=DIE,
+        reserved=st.integers(0, 8),
+        more=st.integers(0, 8),
+        weight=st.sampled_from([1.0, 3.0]),
+    )
+    def limit(self, account: bytes, die: int, reserved: int, more: int, weight: float) -> None:
+        if die < 14:
+            return
+        limits = [
+            {},
+            {"reserved_blocks": reserved},
+            {"reserved_blocks": reserved, "max_blocks": reserved + more},
+            {"reserved_blocks": reserved + 2, "max_blocks": reserved + 2, "strict": True},
+        ][die % 4]
+        self.revision += 1
+        self.harness.open(account, self.epochs[account], revision=self.revision, weight=weight, **limits)
+        self.answers = [answer for answer in self.answers if not answer.rejected]
+
+    @rule(account=st.sampled_from(ACCOUNTS), die=DIE)
+    def flush(self, account: bytes, die: int) -> None:
+        if die == 13:
+            self.harness.flush(account)
 
     @rule(account=st.sampled_from(ACCOUNTS), die=DIE)
     def drop(self, account: bytes, die: int) -> None:
