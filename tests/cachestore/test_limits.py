@@ -115,6 +115,41 @@ def test_line_25_a_strict_account_finds_the_same_whatever_the_others_do() -> Non
     assert hits_and_evictions(True) != hits_and_evictions(False)
 
 
+def test_nobody_takes_from_a_strict_account_what_its_ended_requests_still_hold() -> None:
+    harness = Harness(blocks=20)
+    harness.open(ALICE, reserved_blocks=8, max_blocks=8, strict=True)
+    ends = harness.complete_unsealed(prompt(1, 8), max_tokens=8)
+    runs = harness.submit(unique(1, 24), account=BOB, max_tokens=4)
+    waits = harness.submit(unique(2, 24), account=BOB, max_tokens=4)
+    harness.step()
+    assert runs.started
+    assert not waits.started
+    harness.seal(ends)
+    assert harness.complete(ends.prompt + ends.tokens, max_tokens=1).cached_tokens == 12
+
+
+def test_an_account_gets_its_share_of_a_pool_that_another_one_holds() -> None:
+    harness = Harness(blocks=20, max_running=8)
+    earliest, middle, newest = (harness.submit(unique(number, 20), account=BOB, max_tokens=4) for number in (1, 2, 3))
+    harness.step()
+    beyond = harness.submit(unique(4, 20), account=BOB, max_tokens=4)
+    harness.step()
+    assert harness.engine.scheduler.preemptions == 0
+    # Within half of the pool it gets what it asks for, beyond that it waits.
+    too_much = harness.submit(unique(5, 42), account=ALICE, max_tokens=1)
+    harness.step()
+    assert not too_much.started
+    harness.abort(too_much)
+    mine = harness.submit(unique(6, 20), account=ALICE, max_tokens=4)
+    harness.step()
+    assert mine.started
+    assert harness.engine.scheduler.preemptions == 1
+    assert harness.sequence(newest).preemptions == 1
+    harness.run(earliest, middle, newest, beyond, mine)
+    for answer in (earliest, middle, newest, beyond, mine):
+        assert answer.tokens == expected_answer(answer.prompt, 4)
+
+
 def test_an_account_never_has_more_than_its_max_and_evicts_its_own_first() -> None:
     harness = Harness(blocks=40)
     flood(harness, BOB, 16)

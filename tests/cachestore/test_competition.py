@@ -1,0 +1,253 @@
+"""Accounts that compete, over the real socket, with a model that answers at once; steps are the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from cachestore.client import StoreClient
+from cachestore.engine import Sampled
+from cachestore.protocol import Finished, OpenAccount
+from cachestore.scheduler import Row
+from cachestore.sequence import Phase
+from cachestore.server import StoreServer
+from tests.cachestore import serving
+from tests.cachestore.serving import BLOCK_TOKENS, GatedRunner, connected
+from tests.cachestore.support import ALICE, BOB
+
+pytestmark = pytest.mark.anyio
+
+STEP_TOKENS = 256
+MAX_RUNNING = 16
+
+
+class CountingRunner(GatedRunner):
+    """Notes what each account was served, and in which step a request had its first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.service: Counter[bytes] = Counter()
+        self.steps_done = 0
+        self.first_token: dict[int, int] = {}
+
+    def launch(self, rows: Sequence[Row]) -> list[Sampled]:
+        answer = super().launch(rows)
+        for row in rows:
+            sequence = row.sequence
+            prompt_tokens = max(0, min(row.start + row.count, sequence.prompt_tokens) - row.start)
+            self.service[sequence.account] += prompt_tokens + row.samples
+            if row.samples:
+                self.first_token.setdefault(sequence.request, self.steps_done + 1)
+        self.steps_done += 1
+        return answer
+
+    def _compute(self, rows: Sequence[Row]) -> list[int | None]:
+        # What the double of other tests reads back through every table takes too long here.
+        return [1 for row in rows if row.samples]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """`serving` bounds the time."""
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = replace(serving.WELCOME.limits, blocks=4096, step_tokens=STEP_TOKENS, max_running=MAX_RUNNING)
+    monkeypatch.setattr(serving, "WELCOME", replace(serving.WELCOME, limits=chosen))
+
+
+@dataclass(frozen=True)
+class Ran:
+    """`first_token`: the number of the step that sampled it."""
+
+    cached_tokens: int
+    first_token: int
+
+
+class Arena:
+    """Clients of accounts that always have so many requests under way; each step waits until the store knows of all."""
+
+    def __init__(self, server: StoreServer, client: StoreClient, runner: CountingRunner) -> None:
+        self.runner = runner
+        self.server = server
+        self._client = client
+        self._numbers = itertools.count()
+        self._wanted = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._over = False
+
+    def open(self, account: bytes, **limits: object) -> None:
+        self._client._send(OpenAccount(account=account, epoch=1, revision=1, **limits))  # type: ignore[arg-type]
+
+    def backlog(self, account: bytes, requests: int, prompt_tokens: int, max_tokens: int) -> None:
+        async def ask_again() -> None:
+            while not self._over:
+                await self.run(account, prompt_tokens, max_tokens)
+
+        self._wanted += requests
+        self._tasks += [asyncio.create_task(ask_again()) for _ in range(requests)]
+
+    async def run(self, account: bytes, prompt_tokens: int, max_tokens: int) -> Ran:
+        """A request with a prompt that nobody sends again."""
+        number = next(self._numbers)
+        return await self.ask(account, [number % 997, number // 997 % 997, *[2] * (prompt_tokens - 2)], max_tokens)
+
+    async def ask(self, account: bytes, prompt: list[int], max_tokens: int) -> Ran:
+        request = serving.submit(self._client, prompt, account=account, max_tokens=max_tokens)
+        started, _, end = await serving.answer(request)
+        assert started is not None
+        assert isinstance(end, Finished)
+        request.seal([], last=True)
+        return Ran(started.cached_tokens, self.runner.first_token[request._request])
+
+    async def stepped(self, asked: Coroutine[None, None, Ran]) -> Ran:
+        """The end of a request, with a step whenever it has not ended."""
+        self._wanted += 1
+        task = asyncio.create_task(asked)
+        task.add_done_callback(lambda _: None)
+        while not task.done():
+            await self.step(lambda: task.done())
+        self._wanted -= 1
+        return await task
+
+    async def step(self, unless: Callable[[], bool] = lambda: False) -> None:
+        done = self.runner.steps_done
+        await until(lambda: self._under_way() >= self._wanted or unless() or self._failed())
+        if unless():
+            return
+        self.runner.let(1)
+        await until(lambda: self.runner.steps_done > done)
+
+    def _failed(self) -> bool:
+        return any(task.done() for task in self._tasks)
+
+    def _under_way(self) -> int:
+        """Requests that the engine knows, or will before its next step."""
+        known = sum(each.phase is not Phase.ENDED for each in list(self.server.engine._sequences.values()))
+        return known + self.server._thread._inbox.qsize()
+
+    async def end(self) -> None:
+        self._over = True
+        self.runner.open()
+        await asyncio.gather(*self._tasks)
+
+
+@asynccontextmanager
+async def arena(folder: Path) -> AsyncIterator[Arena]:
+    runner = CountingRunner()
+    async with serving.serving(folder, runner) as server, connected(server) as client:
+        made = Arena(server, client, runner)
+        try:
+            yield made
+        finally:
+            await made.end()
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "max_tokens", "backlog"), [(700, 4, 12), (8, 256, 32)], ids=["long prompts", "long answers"]
+)
+async def test_service_follows_the_weights(
+    prompt_tokens: int, max_tokens: int, backlog: int, tmp_path: Path, limits: None
+) -> None:
+    async with arena(tmp_path) as a:
+        for account, weight in ((ALICE, 1.0), (BOB, 3.0)):
+            a.open(account, weight=weight)
+            a.backlog(account, backlog, prompt_tokens, max_tokens)
+        service, worst = a.runner.service, 0.0
+        while sum(service.values()) < 50_000:
+            await a.step()
+            worst = max(worst, abs(service[ALICE] - service[BOB] / 3))
+        ratio = service[BOB] / service[ALICE]
+    bound = 2 * (STEP_TOKENS + MAX_RUNNING * max_tokens)
+    print(f"worst {worst:.0f} of {bound}, ratio {ratio:.3f}")
+    assert worst <= bound
+    assert 3 * 0.95 <= ratio <= 3 * 1.05
+
+
+async def test_an_account_that_was_idle_gets_no_credit(tmp_path: Path, limits: None) -> None:
+    async with arena(tmp_path) as a:
+        service = a.runner.service
+        await a.stepped(a.run(BOB, 100, 1))
+        a.backlog(ALICE, 12, 700, 4)
+        while service[ALICE] < 20_000:
+            await a.step()
+        before, worst = Counter(service), 0
+        a.backlog(BOB, 12, 700, 4)
+        while service[ALICE] < 40_000:
+            await a.step()
+            worst = max(worst, (service[BOB] - before[BOB]) - (service[ALICE] - before[ALICE]))
+    assert worst <= 2 * (STEP_TOKENS + MAX_RUNNING * 4)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "max_tokens"), [(700, 300), (40, 2000), (3000, 4)], ids=["both long", "decodes", "prefills"]
+)
+async def test_a_light_account_waits_at_most_three_steps_longer_under_a_flood(
+    prompt_tokens: int, max_tokens: int, tmp_path: Path, limits: None
+) -> None:
+    async with arena(tmp_path) as a:
+        alone = await a.stepped(a.run(ALICE, 200, 4))
+        assert alone.first_token == 1
+        a.backlog(BOB, 2 * MAX_RUNNING, prompt_tokens, max_tokens)
+        for _ in range(60):
+            await a.step()
+        scheduler = a.server.engine.scheduler
+        if max_tokens > 4:
+            assert len(scheduler.running) == MAX_RUNNING or scheduler.pool.free + scheduler.pool.cached < 200
+        for _ in range(5):
+            await a.step()
+            before = a.runner.steps_done
+            first = await a.stepped(a.run(ALICE, 200, 4))
+            assert first.first_token - before <= 1 + 3
+
+
+async def test_line_24_a_flood_over_the_socket_evicts_nothing_reserved(tmp_path: Path, limits: None) -> None:
+    async with arena(tmp_path) as a:
+        a.open(ALICE, reserved_blocks=300)
+        prompts = [[word] * 241 for word in (3, 4, 5, 6, 7)]
+        for each in prompts:
+            await a.stepped(a.ask(ALICE, each, 1))
+        a.backlog(BOB, 2 * MAX_RUNNING, 700, 4)
+        pool = a.server.engine.pool
+        while a.runner.service[BOB] < 3 * pool.total * BLOCK_TOKENS:
+            await a.step()
+        assert pool.shares.account(BOB).evictions > pool.total
+        assert pool.shares.account(ALICE).evictions == 0
+        found = [await a.stepped(a.ask(ALICE, each, 1)) for each in prompts]
+        assert [each.cached_tokens for each in found] == [240] * 5
+    print(f"{pool.shares.account(BOB).evictions} of the flood's blocks evicted, 0 of 300 reserved")
+
+
+async def test_line_25_a_strict_account_finds_the_same_over_the_socket(tmp_path: Path, limits: None) -> None:
+    async def seen(folder: Path, is_flooded: bool) -> list[tuple[int, int]]:
+        chance = random.Random("strict")
+        async with arena(folder) as a:
+            a.open(ALICE, reserved_blocks=400, max_blocks=400, strict=True)
+            if is_flooded:
+                a.backlog(BOB, 2 * MAX_RUNNING, 700, 4)
+                for _ in range(20):
+                    await a.step()
+            found = []
+            for _ in range(60):
+                prompt = [chance.randrange(3, 12)] * chance.randrange(100, 900)
+                ran = await a.stepped(a.ask(ALICE, prompt, 1))
+                found.append((ran.cached_tokens, a.server.engine.account_report(ALICE).evictions))
+            return found
+
+    alone = await seen(tmp_path / "alone", False)
+    assert await seen(tmp_path / "flooded", True) == alone
+    assert sum(cached > 0 for cached, _ in alone) > 15
+    assert alone[-1][1] > 200
