@@ -60,7 +60,10 @@ class LeastRecentlyUsed:
         return iter(self._order)
 
     def add(self, blocks: Sequence[int]) -> None:
-        self._order.update(dict.fromkeys(blocks))
+        # `update` of an OrderedDict takes four times as long.
+        order = self._order
+        for block in blocks:
+            order[block] = None
 
     def remove(self, blocks: Sequence[int]) -> None:
         """Raises KeyError for a block that is not in the list."""
