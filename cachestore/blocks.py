@@ -73,7 +73,8 @@ class BlockPool:
 
     def revived(self, blocks: Sequence[int]) -> int:
         """How many of these nobody holds."""
-        return sum(1 for block in blocks if not self._references[block])
+        references = self._references
+        return [references[block] for block in blocks].count(0)
 
     def above(self, account: bytes, shared: Sequence[int], count: int) -> int:
         """How many blocks the account has to let go to `share` these and `allocate` so many within its own limit."""
