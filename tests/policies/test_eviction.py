@@ -2,33 +2,107 @@ from __future__ import annotations
 
 import pytest
 
-from policies.eviction import LeastRecentlyUsed
+from policies.eviction import Account, AccountLimits, LeastRecentlyUsed, Shares
 
 
 def test_blocks_give_way_in_the_order_in_which_they_came() -> None:
     order = LeastRecentlyUsed()
-    for block in (3, 1, 2):
-        order.add(block)
-    assert [order.pop_victim() for _ in range(3)] == [3, 1, 2]
+    order.add([3, 1, 2])
+    assert order.pop(2) == [3, 1]
+    assert list(order) == [2]
+    assert order.pop(5) == [2]
     assert len(order) == 0
 
 
 def test_a_block_that_was_taken_up_and_let_go_again_is_the_newest() -> None:
     order = LeastRecentlyUsed()
-    for block in (3, 1, 2):
-        order.add(block)
-    order.remove(3)
-    assert 3 not in order
-    order.add(3)
-    assert 3 in order
-    assert [order.pop_victim() for _ in range(3)] == [1, 2, 3]
+    order.add([3, 1, 2])
+    order.remove([3])
+    order.add([3])
+    assert order.pop(3) == [1, 2, 3]
 
 
-def test_what_is_not_there_does_not_give_way() -> None:
+def test_what_is_not_there_is_not_removed() -> None:
     order = LeastRecentlyUsed()
+    assert order.pop(1) == []
     with pytest.raises(KeyError):
-        order.pop_victim()
-    with pytest.raises(KeyError):
-        order.remove(1)
-    order.add(1)
-    assert order.pop_victim() == 1
+        order.remove([1])
+
+
+def test_limits_that_contradict_each_other_are_refused() -> None:
+    for broken in (
+        {"reserved": -1},
+        {"weight": 0.0},
+        {"reserved": 3, "max": 2},
+        {"strict": True},
+        {"reserved": 2, "max": 3, "strict": True},
+    ):
+        with pytest.raises(ValueError, match="account"):
+            AccountLimits(**broken)  # type: ignore[arg-type]
+
+
+def caching(shares: Shares, name: bytes, blocks: int, **limits: float) -> Account:
+    """An account that has the next so many numbers cached."""
+    account = shares.account(name)
+    shares.set_limits(account, AccountLimits(**limits))  # type: ignore[arg-type]
+    first = sum(each.used for each in shares)
+    shares.hold(account, blocks)
+    shares.release(account, 0, range(first, first + blocks))
+    return account
+
+
+def victims(shares: Shares, account: Account, blocks: int) -> dict[bytes, int]:
+    """Who gave up how many for so many new blocks of an account."""
+    gave: dict[bytes, int] = {}
+    own, anybodys = shares.to_evict(account, blocks)
+    shares.evict(account, own)
+    shares.hold(account, blocks - anybodys)
+    for victim, count in shares.victims(account, anybodys):
+        gave[victim.name] = gave.get(victim.name, 0) + len(shares.evict(victim, count))
+        shares.hold(account, count)
+    shares.check()
+    return gave
+
+
+def test_who_has_most_over_its_reservation_gives_way_by_weight() -> None:
+    shares = Shares(100)
+    caching(shares, b"large", 60)
+    caching(shares, b"heavy", 30, weight=3.0)
+    caching(shares, b"reserved", 10, reserved=10)
+    new = shares.account(b"new")
+    # Until the new one, the large one and a third of the heavy one are alike.
+    assert victims(shares, new, 20) == {b"large": 20}
+    assert victims(shares, new, 10) == {b"large": 10}
+    # Now all are alike: 30 new, 30 large; the heavy one stays until others are down to a third of it.
+    assert victims(shares, new, 5) == {b"large": 5}
+    assert {each.name: each.used for each in shares} == {b"large": 25, b"heavy": 30, b"reserved": 10, b"new": 35}
+
+
+def test_one_account_gives_way_to_itself_in_its_own_order() -> None:
+    shares = Shares(10)
+    only = caching(shares, b"only", 10)
+    assert victims(shares, only, 4) == {b"only": 4}
+    assert list(only.cached) == [4, 5, 6, 7, 8, 9]
+
+
+def test_a_strict_account_takes_from_nobody_and_gives_nothing() -> None:
+    shares = Shares(20)
+    strict = caching(shares, b"strict", 5, reserved=5, max=5, strict=True)
+    other = caching(shares, b"other", 10)
+    assert shares.short(other, 15) == 0
+    assert shares.short(other, 16) == 1
+    assert shares.to_evict(other, 6) == (0, 1)
+    assert shares.to_evict(strict, 2) == (2, 0)
+    assert shares.above(strict, 6) == 1
+    assert victims(shares, other, 6) == {b"other": 1}
+
+
+def test_the_heap_of_victims_does_not_grow_with_what_happens() -> None:
+    shares = Shares(1000)
+    accounts = [caching(shares, bytes([number]), 1) for number in range(10)]
+    for step in range(5000):
+        account = accounts[step % 10]
+        shares.hold(account, 3)
+        shares.release(account, 3, [])
+    assert len(shares._victims) < 100
+    shares.check()
