@@ -105,7 +105,7 @@ BAD_FRAMES: dict[str, bytes] = {
     "something after the message": framed(msgspec.msgpack.encode({"type": "Ping"}) + b"\x00"),
     "an unknown type": framed(msgspec.msgpack.encode({"type": "Shutdown"})),
     "no type": framed(msgspec.msgpack.encode({"request": 1})),
-    "an unknown field": changed(Stats(), account=ALICE),
+    "an unknown field": changed(Stats(), tenant=ALICE),
     "an unknown field inside": submitting(sampling={"temperature": 0, "logit_bias": {}}),
     "a missing field": framed(msgspec.msgpack.encode({"type": "Abort"})),
     "a text for a number": changed(SEAL, request="1"),

@@ -81,7 +81,8 @@ def test_who_has_most_over_its_reservation_gives_way_by_weight() -> None:
 def test_one_account_gives_way_to_itself_in_its_own_order() -> None:
     shares = Shares(10)
     only = caching(shares, b"only", 10)
-    assert victims(shares, only, 4) == {b"only": 4}
+    assert shares.to_evict(only, 4) == (4, 0)
+    assert victims(shares, only, 4) == {}
     assert list(only.cached) == [4, 5, 6, 7, 8, 9]
 
 
