@@ -17,7 +17,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cachestore.protocol import (
     KEY_VERSION,
@@ -28,10 +28,13 @@ from cachestore.protocol import (
     PROTOCOL,
     SILENCE_LIMIT_SECONDS,
     Abort,
+    AccountReport,
     DropAccount,
     Fence,
     Fenced,
     Finished,
+    Flush,
+    Flushed,
     Hello,
     Message,
     OpenAccount,
@@ -67,6 +70,7 @@ class Output:
 
 
 Event = Started | Output | Finished | Rejected
+Answer = TypeVar("Answer", bound=Message)
 
 
 class StoreError(Exception):
@@ -150,8 +154,8 @@ class StoreClient:
         self._writer = writer
         self._requests: dict[int, StoreRequest] = {}
         self._numbers = itertools.count(1)
-        self._fences: dict[tuple[bytes, int | None], deque[asyncio.Future[Fenced]]] = {}
-        self._reports: deque[asyncio.Future[StatsReport]] = deque()
+        # Who waits for an answer of that type about that: the first that asked gets the first one.
+        self._waiting: dict[tuple[object, ...], deque[asyncio.Future[Any]]] = {}
         self._opened: dict[bytes, int] = {}
         # What the store last said of its engine, and whether anything ran when the connection was lost.
         self._said_step_age_ms = 0
@@ -210,7 +214,8 @@ class StoreClient:
             StoreLost: the connection is gone.
         """
         if self._opened.get(account, -1) < epoch:
-            self.open_account(account, epoch)
+            # Of revision 0: the limits that the store knows of it stay.
+            self.open_account(OpenAccount(account=account, epoch=epoch))
         number = next(self._numbers)
         request = StoreRequest(self, number, len(keys))
         self._send(
@@ -228,31 +233,53 @@ class StoreClient:
         self._requests[number] = request
         return request
 
-    def open_account(self, account: bytes, epoch: int) -> None:
-        self._send(OpenAccount(account=account, epoch=epoch))
-        self._opened[account] = epoch
+    def open_account(self, message: OpenAccount) -> None:
+        """Before what is submitted for it after this. Raises StoreLost: the connection is gone."""
+        self._send(message)
+        self._opened[message.account] = max(message.epoch, self._opened.get(message.account, 0))
+
+    async def drain(self) -> None:
+        """Until most of what was sent is on its way, for who sends much at once. Raises StoreLost."""
+        try:
+            await self._writer.drain()
+        except OSError:
+            raise StoreLost("the store went away") from None
 
     async def fence(self, account: bytes, epoch: int) -> Fenced:
         """Make everything older than `epoch` unreachable. Raises StoreLost when no answer came."""
-        return await self._fenced(account, epoch, Fence(account=account, epoch=epoch))
+        return await self._ask(Fence(account=account, epoch=epoch), Fenced, account, epoch)
 
     async def drop_account(self, account: bytes) -> Fenced:
         """Make all of the account unreachable for good. Raises StoreLost when no answer came."""
         self._opened.pop(account, None)
-        return await self._fenced(account, None, DropAccount(account=account))
+        return await self._ask(DropAccount(account=account), Fenced, account, None)
 
-    async def _fenced(self, account: bytes, epoch: int | None, message: Message) -> Fenced:
-        future: asyncio.Future[Fenced] = asyncio.get_running_loop().create_future()
-        self._send(message)
-        self._fences.setdefault((account, epoch), deque()).append(future)
-        return await future
+    async def flush(self, account: bytes) -> Flushed:
+        """Make all that is cached of the account unreachable. Raises StoreLost when no answer came."""
+        return await self._ask(Flush(account=account), Flushed, account)
 
     async def stats(self) -> StatsReport:
         """Raises StoreLost when no answer came."""
-        future: asyncio.Future[StatsReport] = asyncio.get_running_loop().create_future()
-        self._send(Stats())
-        self._reports.append(future)
+        return await self._ask(Stats(), StatsReport)
+
+    async def account_report(self, account: bytes) -> AccountReport:
+        """What an account has, once all that was sent before is in force. Raises StoreLost when no answer came."""
+        return await self._ask(Stats(account=account), AccountReport, account)
+
+    async def _ask(self, message: Message, answer: type[Answer], *about: object) -> Answer:
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._send(message)
+        self._waiting.setdefault((answer, *about), deque()).append(future)
         return await future
+
+    def _answer(self, message: Message, *about: object) -> None:
+        waiting = self._waiting.get(key := (type(message), *about))
+        if waiting:
+            future = waiting.popleft()
+            if not future.done():
+                future.set_result(message)
+            if not waiting:
+                del self._waiting[key]
 
     def forget(self, request: int) -> None:
         self._requests.pop(request, None)
@@ -298,20 +325,14 @@ class StoreClient:
                     if isinstance(message, Rejected):
                         self.forget(message.request)
             case Fenced():
-                waiting = self._fences.get((message.account, message.epoch))
-                if waiting:
-                    future = waiting.popleft()
-                    if not future.done():
-                        future.set_result(message)
-                    if not waiting:
-                        del self._fences[message.account, message.epoch]
+                self._answer(message, message.account, message.epoch)
+            case Flushed() | AccountReport():
+                self._answer(message, message.account)
             case StatsReport():
                 self.report = message
                 # A pushed report may be older than what was asked for after it.
-                if not message.pushed and self._reports:
-                    report = self._reports.popleft()
-                    if not report.done():
-                        report.set_result(message)
+                if not message.pushed:
+                    self._answer(message)
             case Ping():
                 self.send_if_open(Pong())
             case Pong():
@@ -333,12 +354,10 @@ class StoreClient:
         for request in self._requests.values():
             request.lose()
         self._requests.clear()
-        waiting: list[asyncio.Future[Any]] = [*itertools.chain.from_iterable(self._fences.values()), *self._reports]
-        for future in waiting:
+        for future in itertools.chain.from_iterable(self._waiting.values()):
             if not future.done():
                 future.set_exception(StoreLost("the store went away before it answered"))
-        self._fences.clear()
-        self._reports.clear()
+        self._waiting.clear()
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()

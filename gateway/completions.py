@@ -316,7 +316,16 @@ class Completions:
             bill = await Bill.open(self._quotas, principal, bounds, record)
             seed = secrets.randbits(64) if wanted.seed is None else wanted.seed
             admitted = Admitted(
-                self._directory, connection, principal, bill.standing, prompts, naming, wanted, seed, record
+                self._directory,
+                connection,
+                principal,
+                bill.standing,
+                prompts,
+                naming,
+                wanted,
+                seed,
+                allowance.queue_wait_seconds,
+                record,
             )
 
             async def submit(number: int, choice: int) -> Answer:

@@ -36,7 +36,6 @@ from gateway.tenants.keyring import SaltUnavailable
 
 log = logging.getLogger("saltern.gateway")
 
-QUEUE_WAIT_SECONDS = 30
 ATTEMPTS = 4
 # A store that got `Abort` answers `Finished` after the step it is in.
 FINISH_WAIT_SECONDS = 10
@@ -71,6 +70,7 @@ class Admitted:
     Attributes:
         standing: account and epoch as the reservation's transaction read them.
         seed: of the first choice; each other samples with one of its own, `seed` + choice modulo 2^64.
+        queue_wait_seconds: how long each may wait in the store to be admitted.
     """
 
     directory: Directory
@@ -81,6 +81,7 @@ class Admitted:
     naming: Naming
     generation: Generation
     seed: int
+    queue_wait_seconds: int
     record: RequestRecord
 
 
@@ -117,7 +118,7 @@ async def start(admitted: Admitted, number: int, choice: int, max_tokens: int) -
         min_tokens=generation.min_tokens,
         logprobs=generation.logprobs,
     )
-    deadline_ns = time.monotonic_ns() + QUEUE_WAIT_SECONDS * 1_000_000_000
+    deadline_ns = time.monotonic_ns() + admitted.queue_wait_seconds * 1_000_000_000
     standing = admitted.standing
     # Prepared afresh when the epoch moves between the reservation and the store.
     for _ in range(ATTEMPTS):

@@ -1,23 +1,28 @@
-"""The gateway's connection to a store: made again whenever it is lost, fences before requests.
+"""The gateway's connection to a store: made again whenever it is lost, fences and limits before requests.
 
-Fences go over a connection from its first moment, requests only after every pending fence was acknowledged on it. A
-rotation that commits while the pending ones are read is sent by whoever rotated: none falls between.
+Fences and limits go over a connection from its first moment, requests only after every pending fence was acknowledged
+on it and all limits were sent. What commits while these are read is sent by whoever changed it: none falls between. A
+change of limits whose gateway ended before it sent them is found in the database within a second.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from cachestore.client import StoreClient, StoreLost, StoreRefused
-from cachestore.protocol import StatsReport
+from cachestore.protocol import OpenAccount, StatsReport
 from gateway.http.errors import ApiError, Unavailable
 from gateway.prompt.model_files import ModelFilesError
 from gateway.served_model import ServedModel
 from gateway.telemetry.store_totals import StoreTotals, Totals
+from gateway.tenants import cache_limits
+from gateway.tenants.cache_limits import AccountCache, CacheLimits, Pool
+from gateway.tenants.database import DatabaseUnavailable
 from gateway.tenants.directory import Directory
 from gateway.tenants.fences import Dropped, PendingFence
 
@@ -27,6 +32,8 @@ FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
 # An engine with work that made no step for this long is not ready for more.
 STEP_AGE_LIMIT_MS = 10_000
+# How long limits that were changed and not sent may be unknown to the store.
+LIMITS_SECONDS = 1.0
 
 
 # A store that dies this soon after it was reached, twice in a row, may be killed by what it is asked.
@@ -79,7 +86,8 @@ class StoreLink:
         self._directory = directory
         self._model_dir = model_dir
         self._model_name = model_name
-        self._fencing: StoreClient | None = None
+        # Takes commands, and not requests before `_connection` is there.
+        self._commanded: StoreClient | None = None
         self._connection: Connection | None = None
         self._model: ServedModel | None = None
         self._early_losses = 0
@@ -95,7 +103,7 @@ class StoreLink:
     def connection(self) -> Connection:
         """Raises StoreUnavailable when no store takes requests."""
         if self._connection is None or self._connection.client.closed.is_set():
-            raise StoreUnavailable("The model is not available at the moment. Try again in a second.")
+            raise _unavailable()
         return self._connection
 
     @property
@@ -130,12 +138,59 @@ class StoreLink:
 
     async def drop(self, fence: PendingFence) -> Dropped | None:
         """What the fence asks for has left the index when this returns; None: nobody answered."""
-        if self._fencing is None:
+        if self._commanded is None:
             return None
         try:
-            return await _send_fence(self._fencing, fence)
+            return await _send_fence(self._commanded, fence)
         except StoreLost:
             return None
+
+    async def set_limits(self, limits: CacheLimits) -> None:
+        """They are in force when this returns, where a store answers; others get them before its first request."""
+        if self._commanded is None:
+            return
+        with contextlib.suppress(StoreLost):
+            self._commanded.open_account(_opening(limits, _pool(self._commanded)))
+            await self._commanded.account_report(limits.account)
+
+    async def flush(self, account: bytes) -> Dropped:
+        """All that is cached of the account has left the index when this returns.
+
+        Raises:
+            StoreUnavailable: nobody answered.
+        """
+        try:
+            flushed = await self._commanded_now().flush(account)
+        except StoreLost:
+            raise _unavailable() from None
+        return Dropped(flushed.blocks, flushed.bytes)
+
+    async def account_cache(self, account: bytes) -> AccountCache:
+        """
+        Raises:
+            StoreUnavailable: nobody answered.
+        """
+        client = self._commanded_now()
+        try:
+            report = await client.account_report(account)
+        except StoreLost:
+            raise _unavailable() from None
+        geometry = client.welcome.geometry
+        blocks, block_tokens = report.held_blocks + report.cached_blocks, geometry.block_tokens
+        return AccountCache(
+            blocks,
+            blocks * block_tokens,
+            blocks * block_tokens * geometry.bytes_per_token,
+            report.reserved_blocks * block_tokens,
+            None if report.max_blocks is None else report.max_blocks * block_tokens,
+            report.hit_tokens,
+            report.miss_tokens,
+        )
+
+    def _commanded_now(self) -> StoreClient:
+        if self._commanded is None:
+            raise _unavailable()
+        return self._commanded
 
     async def run(self) -> None:
         """Connect, and connect again. Ends only by cancellation."""
@@ -151,7 +206,7 @@ class StoreLink:
                 finally:
                     if self._connection is not None:
                         self._early_losses = self._early_losses + 1 if self._connection.lost_early else 0
-                    self._fencing = self._connection = None
+                    self._commanded = self._connection = None
                     self.totals()
                     self.connected.clear()
                     client.close()
@@ -169,16 +224,33 @@ class StoreLink:
 
     async def _serve(self, client: StoreClient) -> None:
         model = await self._open_model(client)
-        self._fencing = client
+        self._commanded = client
         for fence in await self._directory.pending_fences():
             await _send_fence(client, fence)
             await self._directory.fence_done(fence)
+        await cache_limits.remember_pool(self._directory.database, _pool(client))
+        mark = await self._send_limits(client)
         if client.closed.is_set():
             raise StoreLost("the store went away before it took requests")
         self._connection = Connection(client, model, time.monotonic(), self._early_losses)
         self.connected.set()
         log.info("connected to store %s, which serves %s", client.welcome.store, model.name)
-        await client.closed.wait()
+        while not await _is_set_within(client.closed, LIMITS_SECONDS):
+            try:
+                if mark != await cache_limits.mark(self._directory.database):
+                    mark = await self._send_limits(client)
+            except (DatabaseUnavailable, StoreLost):
+                continue
+            except Exception as error:
+                log.error("limits could not be read: %s", type(error).__name__)
+
+    async def _send_limits(self, client: StoreClient) -> tuple[object, ...]:
+        """All of them; answers what `cache_limits.mark` was before they were read. Raises StoreLost."""
+        mark, pool = await cache_limits.mark(self._directory.database), _pool(client)
+        for limits in await cache_limits.read_limits(self._directory.database):
+            client.open_account(_opening(limits, pool))
+            await client.drain()
+        return mark
 
     async def _open_model(self, client: StoreClient) -> ServedModel:
         """The model of this store: the one in hand, conversations and all, when nothing of it has changed."""
@@ -189,6 +261,32 @@ class StoreLink:
             model = await asyncio.to_thread(ServedModel.open, store, directory, self._model_name)
         self._model = model
         return model
+
+
+def _unavailable() -> StoreUnavailable:
+    return StoreUnavailable("The model is not available at the moment. Try again in a second.")
+
+
+def _pool(client: StoreClient) -> Pool:
+    return Pool(client.welcome.limits.blocks, client.welcome.geometry.block_tokens)
+
+
+def _opening(limits: CacheLimits, pool: Pool) -> OpenAccount:
+    return OpenAccount(
+        account=limits.account,
+        epoch=limits.epoch,
+        revision=limits.revision,
+        reserved_blocks=pool.blocks_for(limits.reserved_tokens),
+        max_blocks=None if limits.max_tokens is None else pool.blocks_for(limits.max_tokens),
+        weight=limits.weight,
+        strict=limits.strict,
+    )
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
+    return event.is_set()
 
 
 async def _send_fence(client: StoreClient, fence: PendingFence) -> Dropped:

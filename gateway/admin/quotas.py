@@ -12,30 +12,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.admin.ids import id_of, not_found
+from gateway.admin.link import StoreLink
 from gateway.admin.shapes import KeyQuotas, KeyQuotasBody, TenantQuotas, TenantQuotasBody, json_response
 from gateway.http.body import MERGE_PATCH, convert, read_object
 from gateway.http.errors import JSON, ApiError, bad_value
 from gateway.http.routing import Route
+from gateway.tenants.cache_limits import Overbooked
 from gateway.tenants.limits import LimitRegistry
 
 #: Known, and refused until the store keeps to them.
-NOT_BUILT = (
-    "device_reserved_tokens",
-    "device_max_tokens",
-    "host_reserved_tokens",
-    "host_max_tokens",
-    "weight",
-    "strict",
-    "queue_wait_seconds",
-)
+NOT_BUILT = ("host_reserved_tokens", "host_max_tokens")
 
 Shape = TenantQuotas | KeyQuotas
 Body = Mapping[str, Any]
 
 
 class QuotaApi:
-    def __init__(self, limits: LimitRegistry) -> None:
+    def __init__(self, limits: LimitRegistry, link: StoreLink) -> None:
         self._limits = limits
+        self._link = link
 
     def routes(self, tenant: str) -> list[Route]:
         """
@@ -45,9 +40,9 @@ class QuotaApi:
         made = []
         of_tenant = self.get_tenant_quotas, self.put_tenant_quotas, self.patch_tenant_quotas
         of_key = self.get_key_quotas, self.put_key_quotas, self.patch_key_quotas
-        for owner, shape, body, what, (get, put, patch) in (
-            (tenant, TenantQuotas, TenantQuotasBody, "a tenant", of_tenant),
-            (tenant + "/keys/{key_id}", KeyQuotas, KeyQuotasBody, "a key", of_key),
+        for owner, shape, body, what, (get, put, patch), refusals in (
+            (tenant, TenantQuotas, TenantQuotasBody, "a tenant", of_tenant, (409, 412)),
+            (tenant + "/keys/{key_id}", KeyQuotas, KeyQuotasBody, "a key", of_key, (412,)),
         ):
             path = owner + "/quotas"
             made += [
@@ -60,7 +55,7 @@ class QuotaApi:
                     summary=f"Set all limits of {what}; what is left out is unlimited",
                     reads=shape,
                     answers=body,
-                    refusals=(412,),
+                    refusals=refusals,
                 ),
                 Route(
                     "PATCH",
@@ -70,7 +65,7 @@ class QuotaApi:
                     summary=f"Change some limits of {what} (JSON Merge Patch); null is unlimited",
                     reads=shape,
                     answers=body,
-                    refusals=(412,),
+                    refusals=refusals,
                 ),
             ]
         return made
@@ -118,10 +113,15 @@ class QuotaApi:
                 raise ApiError(412, "These limits have changed since they were read: read them again.")
             return {**values, **msgspec.to_builtins(_read(wanted(before), shape))}
 
-        values = await self._limits.change(*_scope(request), change)
-        if values is None:
+        try:
+            changed = await self._limits.change(*_scope(request), change)
+        except Overbooked as refused:
+            raise ApiError(409, _overbooked(refused), param="device_reserved_tokens") from None
+        if changed is None:
             raise not_found()
-        return _answer(_shaped(values, shape))
+        if changed.cache is not None:
+            await self._link.set_limits(changed.cache)
+        return _answer(_shaped(changed.values, shape))
 
 
 def _scope(request: Request) -> tuple[str, str | None]:
@@ -140,7 +140,33 @@ def _read(body: Body, shape: type[Shape]) -> Shape:
         ZoneInfo(read.time_zone)
     except (ZoneInfoNotFoundError, ValueError, OSError):
         raise bad_value("time_zone", "time_zone must be a name of the IANA database, such as Europe/Berlin.") from None
+    if isinstance(read, TenantQuotas):
+        _check_cache(read)
     return read
+
+
+def _check_cache(wanted: TenantQuotas) -> None:
+    """Raises ApiError: 409 for a reservation above the maximum, 400 for a strict tenant's below it."""
+    reserved_tokens, max_tokens = wanted.device_reserved_tokens, wanted.device_max_tokens
+    if max_tokens is not None and reserved_tokens > max_tokens:
+        message = f"device_reserved_tokens is {reserved_tokens} and device_max_tokens {max_tokens}: reserve no more."
+        raise ApiError(409, message, param="device_reserved_tokens")
+    if wanted.strict and reserved_tokens != max_tokens:
+        most = "unlimited" if max_tokens is None else max_tokens
+        message = (
+            f"strict needs device_reserved_tokens = device_max_tokens; they are {reserved_tokens} and {most}: "
+            "set both, or leave strict out."
+        )
+        raise bad_value("strict", message)
+
+
+def _overbooked(refused: Overbooked) -> str:
+    pool = refused.pool
+    return (
+        f"device_reserved_tokens takes {refused.wanted_tokens} tokens in whole blocks of {pool.block_tokens}; of the "
+        f"{pool.tokens} in the cache other tenants' reservations leave {refused.free_tokens}. Reserve no more than "
+        "that, or lower theirs."
+    )
 
 
 def _shaped(values: Body, shape: type[Shape]) -> Shape:

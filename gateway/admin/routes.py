@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.admin import pages
+from gateway.admin.cache import CacheApi
 from gateway.admin.ids import id_of, not_found
 from gateway.admin.link import StoreLink
 from gateway.admin.quotas import QuotaApi
@@ -51,7 +52,8 @@ _KEY_NAME = re.compile(KEY_NAME)
 
 
 def admin_routes(directory: Directory, link: StoreLink) -> list[Route]:
-    api = AdminApi(directory, link)
+    registry = Registry(directory.database, directory.keyring, directory.clock)
+    api = AdminApi(directory, registry, link)
     tenant = PREFIX + "/{tenant_id}"
     key = tenant + "/keys/{key_id}"
     return [
@@ -150,16 +152,17 @@ def admin_routes(directory: Directory, link: StoreLink) -> list[Route]:
             may_be_empty=True,
             answers=RotateBody,
         ),
-        *QuotaApi(LimitRegistry(directory.database)).routes(tenant),
+        *QuotaApi(LimitRegistry(directory.database), link).routes(tenant),
+        *CacheApi(registry, link).routes(tenant),
         *UsageApi(UsageReport(directory.database)).admin_routes(tenant),
     ]
 
 
 class AdminApi:
-    def __init__(self, directory: Directory, link: StoreLink) -> None:
+    def __init__(self, directory: Directory, registry: Registry, link: StoreLink) -> None:
         self._directory = directory
         self._clock = directory.clock
-        self._registry = Registry(directory.database, directory.keyring, directory.clock)
+        self._registry = registry
         self._link = link
 
     async def create_tenant(self, request: Request) -> Response:

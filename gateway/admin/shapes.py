@@ -11,12 +11,15 @@ from starlette.responses import Response
 
 from gateway.http.errors import JSON
 from gateway.secret import Secret
-from gateway.tenants.ledger import DEFAULT_CACHED_WEIGHT
+from gateway.tenants.ledger import DEFAULT_CACHED_WEIGHT, DEFAULT_QUEUE_WAIT_SECONDS
 from policies.rates import MAX_LIMIT as MAX_LIMIT_VALUE
 
 DEFAULT_LIMIT = 50
 MAX_LIMIT = 200
 MAX_GRACE_SECONDS = 7 * 24 * 3600
+MAX_QUEUE_WAIT_SECONDS = 600
+# Of one tenant to another's: a million to one says all that there is to say.
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
 TENANT_NAME = r"[a-z0-9-]{1,64}"
 KEY_NAME = r"[^\x00-\x1f\x7f-\x9f]{1,64}"
 
@@ -74,12 +77,26 @@ class KeyQuotas(Input, frozen=True):
 
 
 class TenantQuotas(KeyQuotas, frozen=True):
-    """`models`: None is all. `cached_token_weight`: what a cached prompt token costs, in thousandths of a token."""
+    """
+    Attributes:
+        models: None is all.
+        cached_token_weight: what a cached prompt token costs, in thousandths of a token.
+        device_reserved_tokens: of the cache, for this tenant alone; lent to others as long as it has no use for it.
+        device_max_tokens: of the cache, and so of a request; None is all of it.
+        weight: of the tenant's part in what nobody has reserved.
+        strict: neither lends nor borrows; needs device_reserved_tokens = device_max_tokens.
+        queue_wait_seconds: how long a request may wait to be admitted.
+    """
 
     max_context_tokens: Limit | None = None
     max_output_tokens: Limit | None = None
     models: list[Annotated[str, Meta(min_length=1, max_length=256)]] | None = None
     cached_token_weight: Annotated[int, Meta(ge=0, le=1000)] = DEFAULT_CACHED_WEIGHT
+    device_reserved_tokens: Annotated[int, Meta(ge=0, le=MAX_LIMIT_VALUE)] = 0
+    device_max_tokens: Limit | None = None
+    weight: Annotated[float, Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
+    strict: bool = False
+    queue_wait_seconds: Annotated[int, Meta(ge=1, le=MAX_QUEUE_WAIT_SECONDS)] = DEFAULT_QUEUE_WAIT_SECONDS
 
 
 class KeyQuotasBody(KeyQuotas, frozen=True):
@@ -144,6 +161,24 @@ class SaltBody(msgspec.Struct, frozen=True):
 class DroppedBody(msgspec.Struct, frozen=True):
     blocks: int
     bytes: int
+
+
+class DeviceCacheBody(msgspec.Struct, frozen=True):
+    """`reserved_tokens`, `max_tokens`: as they are in force, in whole blocks."""
+
+    blocks: int
+    tokens: int
+    bytes: int
+    reserved_tokens: int
+    max_tokens: int | None
+
+
+class CacheBody(msgspec.Struct, frozen=True):
+    """`hit_tokens`, `miss_tokens`: of the tenant's prompts since the store was started."""
+
+    device: DeviceCacheBody
+    hit_tokens: int
+    miss_tokens: int
 
 
 class RotateBody(msgspec.Struct, frozen=True):

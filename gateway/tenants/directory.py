@@ -30,7 +30,7 @@ from gateway.tenants.tables import AdminKey, ApiKey, Epoch, Fence, Tenant, is_ac
 from gateway.tenants.vault import Place
 
 ADMIN_SCOPES = frozenset(
-    {f"{resource}:{verb}" for resource in ("tenants", "keys", "salts", "quotas") for verb in ("read", "write")}
+    {f"{resource}:{verb}" for resource in ("tenants", "keys", "salts", "quotas", "cache") for verb in ("read", "write")}
     | {"usage:read"}
 )
 

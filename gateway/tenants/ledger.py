@@ -36,6 +36,7 @@ Outcome = Literal["finished", "cancelled", "refused", "failed", "lost"]
 
 HOUR_MS = 3_600_000
 DEFAULT_CACHED_WEIGHT = 100
+DEFAULT_QUEUE_WAIT_SECONDS = 30
 _WHOLE = 1000
 
 _METER = [field.name for field in dataclasses.fields(Meter)]
@@ -208,7 +209,14 @@ class Ledger:
             index_elements=[GatewayRow.id], set_={"beats": GatewayRow.beats + 1}
         )
         now: Any = _POSTGRES_NOW if self._clock_ms is None else bindparam("now_ms")
-        limited = select(*_scope_columns(), Quota.max_context_tokens, Quota.max_output_tokens, Quota.models)
+        of_requests = (
+            Quota.max_context_tokens,
+            Quota.device_max_tokens,
+            Quota.max_output_tokens,
+            Quota.models,
+            Quota.queue_wait_seconds,
+        )
+        limited = select(*_scope_columns(), *of_requests)
         #: The scopes with limits of a tenant and its key, at one instant, before a request is charged.
         self.look = (
             limited.add_columns(now.label("now_ms"))

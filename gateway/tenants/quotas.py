@@ -24,7 +24,16 @@ from sqlalchemy.exc import IntegrityError
 
 from gateway.http.errors import ApiError, Unauthorized
 from gateway.tenants.database import Database, DatabaseUnavailable
-from gateway.tenants.ledger import Ask, Ledger, Refused, Reserved, Settlement, left_of, scope_of
+from gateway.tenants.ledger import (
+    DEFAULT_QUEUE_WAIT_SECONDS,
+    Ask,
+    Ledger,
+    Refused,
+    Reserved,
+    Settlement,
+    left_of,
+    scope_of,
+)
 from gateway.tenants.minting import random_id
 from gateway.tenants.quota_errors import QuotaExceeded
 from gateway.tenants.tables import GatewayRow
@@ -50,6 +59,7 @@ class Allowance:
     max_context_tokens: int | None = None
     max_output_tokens: int | None = None
     models: tuple[str, ...] | None = None
+    queue_wait_seconds: int = DEFAULT_QUEUE_WAIT_SECONDS
 
     def allows(self, model: str) -> bool:
         return self.models is None or model in self.models
@@ -272,6 +282,12 @@ class Quotas:
 def _allowance(rows: Sequence[Row[Any]], tenant_id: str) -> Allowance:
     for row in rows:
         if row.scope == tenant_id:
-            models = None if row.models is None else tuple(row.models)
-            return Allowance(row.max_context_tokens, row.max_output_tokens, models)
+            # What does not fit in the tenant's part of the cache can't be computed.
+            context_tokens = [most for most in (row.max_context_tokens, row.device_max_tokens) if most is not None]
+            return Allowance(
+                min(context_tokens, default=None),
+                row.max_output_tokens,
+                None if row.models is None else tuple(row.models),
+                row.queue_wait_seconds,
+            )
     return Allowance()

@@ -10,6 +10,7 @@ usage_hours                   the same, summed by tenant and hour
 admin_keys                    keys of the admin API; a tenant key is never one
 wrapped_secrets               everything the key-encryption key has wrapped: by purpose, tenant and epoch
 pending_fences                what stores still have to drop; outlives its tenant
+stores                        one row: the size of the store that was last seen, which reservations have to fit in
 
 What every request writes counts time in ms since 1970: one clock for rates, windows and rows, and nothing to convert.
 """
@@ -179,7 +180,11 @@ class ScopeColumns:
 
 
 class Quota(ScopeColumns, Base):
-    """Limits; NULL is none. `cached_token_weight` in thousandths. A key has rates, budgets and concurrency only."""
+    """Limits; NULL is none. `cached_token_weight` in thousandths. A key has rates, budgets and concurrency only.
+
+    `device_reserved_tokens` to `strict` are what stores are told of the tenant's account; `revision` rises by one when
+    they change, and is 0 as long as they never did.
+    """
 
     __tablename__ = "quotas"
 
@@ -193,6 +198,12 @@ class Quota(ScopeColumns, Base):
     max_output_tokens: Mapped[int | None]
     models: Mapped[list[str] | None]
     cached_token_weight: Mapped[int]
+    device_reserved_tokens: Mapped[int]
+    device_max_tokens: Mapped[int | None]
+    weight: Mapped[float]
+    strict: Mapped[bool]
+    queue_wait_seconds: Mapped[int]
+    revision: Mapped[int]
 
 
 class QuotaState(ScopeColumns, Base):
@@ -273,3 +284,13 @@ class UsageHour(UsageColumns, Base):
     tenant_id: Mapped[str] = mapped_column(String(32), primary_key=True)
     hour_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     requests: Mapped[int]
+
+
+class Store(Base):
+    """Of the store that was last seen. There is one of a deployment, and one row, `id` 1."""
+
+    __tablename__ = "stores"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    blocks: Mapped[int]
+    block_tokens: Mapped[int]

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from cachestore.protocol import Submit
 from cachestore.sequence import Sequence
-from gateway.tenants.tables import Base, Reservation
+from gateway.tenants.tables import Base, Quota, Reservation
 from tests.gateway.tenants.ledger import check_ledger
 from tests.system.in_process import Customer, InProcess, in_process, until
 from tests.system.scripted import TEXT, ScriptedRunner, Words, arrivals, byte_ids, idle
@@ -51,6 +51,14 @@ async def limit(inside: InProcess, scope: str, **limits: object) -> None:
     """Set all limits of a tenant, or of a key: `<tenant>/keys/<key>`."""
     answer = await inside.admin.put(f"{TENANTS}/{scope}/quotas", json=limits)
     assert answer.status_code == 200, answer.text
+
+
+async def wait_for_nobody(inside: InProcess, tenant_id: str) -> None:
+    """Its requests do not wait in the queue at all, which is less than an administrator can set."""
+    answer = await inside.admin.patch(f"{TENANTS}/{tenant_id}/quotas", json={"queue_wait_seconds": 1})
+    assert answer.json()["queue_wait_seconds"] == 1
+    async with inside.gateway.directory.database.write() as session:
+        await session.execute(update(Quota).where(Quota.scope == tenant_id).values(queue_wait_seconds=0))
 
 
 async def rows(inside: InProcess, table: type[Row]) -> list[Row]:

@@ -10,11 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway import generation
 from gateway.tenants.tables import QuotaState, Reservation, Usage
 from policies.rates import MINUTE_MS
 from tests.system.in_process import until
-from tests.system.metered import TENANTS, Metered, limit, metered, rows, settled
+from tests.system.metered import TENANTS, Metered, limit, metered, rows, settled, wait_for_nobody
 from tests.system.scripted import byte_ids
 from tests.system.wire import refusal, streamed
 
@@ -97,18 +96,16 @@ async def test_b146_a_request_refused_for_concurrency_uses_up_no_other_limit(at_
         assert "2 requests are counted of this tenant's limit of 2 requests per minute" in d["message"]
 
 
-async def test_b147_requests_that_waited_too_long_give_their_places_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_b147_requests_that_waited_too_long_give_their_places_back(tmp_path: Path) -> None:
     async with metered(tmp_path, max_running=1) as m:
         await m.limit(concurrent_requests=3)
         filling = Metered(m.inside, m.runner, await m.inside.customer("filling"), m.clock)
         m.runner.close()
         full = await filling.begin(10, 20)
         await filling.generate(1)
-        with monkeypatch.context() as patched:
-            patched.setattr(generation, "QUEUE_WAIT_SECONDS", 0)
-            waiting = [await m.begin(10, 10) for _ in range(3)]
+        await wait_for_nobody(m.inside, m.customer.id)
+        waiting = [await m.begin(10, 10) for _ in range(3)]
+        await m.limit(concurrent_requests=3)
         assert "3 requests are running" in refusal(await m.ask(10, 10), 429)["message"]
         assert len(await rows(m.inside, Reservation)) == 4
         m.runner.let()

@@ -12,6 +12,7 @@ import pytest
 
 from gateway.telemetry import names
 from tests.system.in_process import in_process
+from tests.system.metered import TENANTS, limit, wait_for_nobody
 from tests.system.scene import Scene, scene
 from tests.system.scripted import CHAT, TEXT, ScriptedRunner, Words, byte_ids, listening, until
 from tests.system.traces import PREPARED, SETTLED, STORE, Recording
@@ -181,16 +182,17 @@ async def test_a_request_that_is_refused_is_one_trace_and_says_why(tmp_path: Pat
     assert [t.root.is_error for t in (anonymous, wrong, unknown, long, draining)] == [False] * 4 + [True]
 
 
-async def test_a_request_that_waits_too_long_is_one_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_waits_too_long_is_one_trace(tmp_path: Path) -> None:
     recording = Recording()
     async with scene(tmp_path, recording.telemetry, max_running=1) as s:
         staying = await s.ask(TEXT, True, max_tokens=3)
         await s.submitted(1)
         await s.step()
-        with monkeypatch.context() as patch:
-            patch.setattr("gateway.generation.QUEUE_WAIT_SECONDS", 0)
-            waiting = await s.ask(TEXT, True)
-            await s.submitted(2)
+        (tenant,) = (await s.inside.admin.get(TENANTS)).json()["data"]
+        await wait_for_nobody(s.inside, tenant["id"])
+        waiting = await s.ask(TEXT, True)
+        await s.submitted(2)
+        await limit(s.inside, tenant["id"])
         await s.step()
         assert b"503" in await waiting.answer()
         (trace,) = await recording.some(1)

@@ -11,7 +11,9 @@ from typing import Any
 import httpx
 
 from gateway.admin.routes import admin_routes
+from gateway.http.errors import Unavailable
 from gateway.http.routing import Router
+from gateway.tenants.cache_limits import AccountCache, CacheLimits
 from gateway.tenants.fences import Dropped, PendingFence
 from tests.gateway.tenants.opened import Opened, opened
 
@@ -24,10 +26,26 @@ class Link:
 
     answer: Dropped | None = field(default_factory=lambda: Dropped(blocks=3, bytes=4096))
     asked: list[tuple[bytes, int | None]] = field(default_factory=list)
+    limits: list[CacheLimits] = field(default_factory=list)
 
     async def drop(self, fence: PendingFence) -> Dropped | None:
         self.asked.append((fence.account, fence.epoch))
         return self.answer
+
+    async def set_limits(self, limits: CacheLimits) -> None:
+        self.limits.append(limits)
+
+    async def flush(self, account: bytes) -> Dropped:
+        if self.answer is None:
+            raise Unavailable("gone")
+        self.asked.append((account, None))
+        return self.answer
+
+    async def account_cache(self, account: bytes) -> AccountCache:
+        if self.answer is None:
+            raise Unavailable("gone")
+        self.asked.append((account, None))
+        return AccountCache(3, 48, 4096, 32, None, 100, 20)
 
 
 @dataclass

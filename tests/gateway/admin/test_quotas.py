@@ -30,6 +30,11 @@ OF_TENANTS: dict[str, Any] = {
     "max_output_tokens": None,
     "models": None,
     "cached_token_weight": 100,
+    "device_reserved_tokens": 0,
+    "device_max_tokens": None,
+    "weight": 1.0,
+    "strict": False,
+    "queue_wait_seconds": 30,
 }
 
 
@@ -58,7 +63,11 @@ async def test_limits_are_read_set_and_changed(tmp_path: Path) -> None:
             assert merged.json() == wanted | {"time_zone": "UTC"}
             assert (await admin.client.put(path, json={})).json() == all_of_it
         body = {"models": ["a", "b"], "max_output_tokens": 9, "max_context_tokens": 10, "cached_token_weight": 0}
-        assert (await admin.client.put(of_tenant, json=body)).json() == NOTHING_SET | body
+        of_cache = {"device_reserved_tokens": 17, "device_max_tokens": 33, "weight": 2.5, "queue_wait_seconds": 5}
+        wanted = NOTHING_SET | OF_TENANTS | body | of_cache
+        assert (await admin.client.put(of_tenant, json=body | of_cache)).json() == wanted
+        strict = {"device_reserved_tokens": 33, "strict": True, "weight": 1}
+        assert (await admin.client.patch(of_tenant, json=strict)).json() == wanted | strict
 
 
 @pytest.mark.parametrize(
@@ -76,8 +85,19 @@ async def test_limits_are_read_set_and_changed(tmp_path: Path) -> None:
         ("time_zone", "'; DROP TABLE quotas; --"),
         ("time_zone", "a\x00b"),
         ("models", [1]),
-        ("device_max_tokens", 5),
+        ("device_max_tokens", 0),
+        ("device_reserved_tokens", -1),
+        ("device_reserved_tokens", None),
+        ("weight", 0),
+        ("weight", -1.0),
+        ("weight", 1e-300),
+        ("weight", 1001),
         ("strict", True),
+        ("strict", 1),
+        ("queue_wait_seconds", 0),
+        ("queue_wait_seconds", 601),
+        ("host_reserved_tokens", 5),
+        ("host_max_tokens", 5),
         ("nothing_like_it", 1),
     ],
 )

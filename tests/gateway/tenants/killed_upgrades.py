@@ -21,7 +21,7 @@ from alembic import command
 from sqlalchemy import Connection, Engine, event, insert, inspect
 
 from gateway.tenants import engines, schema
-from gateway.tenants.tables import ApiKey, Tenant
+from gateway.tenants.tables import AdminKey, ApiKey, Tenant
 
 THEN = datetime(2030, 1, 1, tzinfo=UTC)
 TENANTS: list[dict[str, Any]] = [
@@ -38,7 +38,6 @@ TENANTS: list[dict[str, Any]] = [
 ]
 KEY: dict[str, Any] = {
     "id": "key_a",
-    "tenant_id": "ten_a",
     "digest": b"d",
     "pepper_version": 1,
     "last4": "1234",
@@ -46,15 +45,31 @@ KEY: dict[str, Any] = {
     "status": "active",
     "created_at": THEN,
 }
+OLD_SCOPES = [
+    *(f"{resource}:{verb}" for resource in ("keys", "quotas", "salts", "tenants") for verb in ("read", "write")),
+    "usage:read",
+]
+
+
+async def upgrade_to(url: str, version: str) -> None:
+    engine = engines.engine(url)
+    await engines.alone(engine, lambda connection: _upgrade(connection, version))
+    await engine.dispose()
+
+
+def _upgrade(connection: Connection, version: str) -> None:
+    config = schema._config()
+    config.attributes["connection"] = connection
+    command.upgrade(config, version)
 
 
 async def write_oldest(url: str) -> None:
     def write(connection: Connection) -> None:
-        config = schema._config()
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0001")
+        _upgrade(connection, "0001")
         connection.execute(insert(Tenant), TENANTS)
-        connection.execute(insert(ApiKey).values(KEY))
+        connection.execute(insert(ApiKey).values(KEY | {"tenant_id": "ten_a"}))
+        for id, scopes in (("key_all", OLD_SCOPES), ("key_some", OLD_SCOPES[1:])):
+            connection.execute(insert(AdminKey).values(KEY | {"id": id, "scopes": scopes}))
 
     engine = engines.engine(url)
     await engines.alone(engine, write)

@@ -19,6 +19,7 @@ from gateway.tenants import quotas as quotas_module
 from gateway.tenants.database import Database
 from gateway.tenants.directory import Directory
 from gateway.tenants.ledger import Ask, Settlement
+from gateway.tenants.limits import NO_LIMITS
 from gateway.tenants.quota_errors import QuotaExceeded
 from gateway.tenants.quotas import Quotas
 from gateway.tenants.registry import Registry
@@ -68,9 +69,8 @@ class Course:
                     scope=key_id or self.tenant_id,
                     tenant_id=self.tenant_id,
                     key_id=key_id,
-                    time_zone="UTC",
-                    cached_token_weight=100,
-                    **limits,
+                    revision=0,
+                    **(NO_LIMITS | limits),
                 )
             )
             if key_id:

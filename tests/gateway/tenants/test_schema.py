@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 from gateway.cli import app
 from gateway.tenants import engines, schema
 from gateway.tenants.database import Database
+from gateway.tenants.directory import ADMIN_SCOPES
 from gateway.tenants.engines import CannotOpen
+from gateway.tenants.limits import NO_LIMITS
 from gateway.tenants.schema import SchemaTooNew, SchemaTooOld
-from gateway.tenants.tables import ApiKey, QuotaState, Tenant
+from gateway.tenants.tables import AdminKey, ApiKey, Quota, QuotaState, Tenant
 from tests.gateway.tenants import killed_upgrades
 
 NEWEST = schema.newest()
@@ -31,7 +33,10 @@ async def execute(url: str, statement: str) -> None:
 
 
 async def check_upgraded(url: str) -> None:
-    """What `killed_upgrades.write_oldest` wrote is there, with a quota state for each tenant."""
+    """What `killed_upgrades.write_oldest` wrote is there, with a quota state for each tenant.
+
+    The admin key that could do everything still can; the other one can do no more than it could.
+    """
     database = await Database.open(url)
     async with database.read() as session:
         tenants = (await session.scalars(select(Tenant).order_by(Tenant.id))).all()
@@ -39,6 +44,9 @@ async def check_upgraded(url: str) -> None:
             (row["id"], row["account"], row["created_at"]) for row in killed_upgrades.TENANTS
         ]
         assert list((await session.scalars(select(ApiKey.scopes))).all()) == [["usage:read"]]
+        scopes_of = dict((await session.execute(select(AdminKey.id, AdminKey.scopes))).all())
+        assert set(scopes_of["key_all"]) == ADMIN_SCOPES
+        assert scopes_of["key_some"] == killed_upgrades.OLD_SCOPES[1:]
         states = (await session.scalars(select(QuotaState).order_by(QuotaState.scope))).all()
         assert [(row.scope, row.tenant_id, row.key_id, row.day_used) for row in states] == [
             (row["id"], row["id"], None, 0) for row in killed_upgrades.TENANTS
@@ -59,6 +67,23 @@ async def test_b190_many_that_upgrade_at_once_upgrade_once(database_url: str) ->
     before = await asyncio.gather(*(schema.upgrade_database(database_url) for _ in range(6)))
     assert sorted(before, key=str) == ["0001"] + [NEWEST] * 5
     await check_upgraded(database_url)
+
+
+@pytest.mark.anyio
+async def test_limits_that_were_set_before_there_were_any_of_the_cache_have_none(database_url: str) -> None:
+    await killed_upgrades.write_oldest(database_url)
+    await killed_upgrades.upgrade_to(database_url, "0002")
+    await execute(
+        database_url,
+        "INSERT INTO quotas (scope, tenant_id, time_zone, cached_token_weight) VALUES ('ten_a', 'ten_a', 'UTC', 70)",
+    )
+    await schema.upgrade_database(database_url)
+    database = await Database.open(database_url)
+    async with database.read() as session:
+        (row,) = (await session.scalars(select(Quota))).all()
+        assert {name: getattr(row, name) for name in NO_LIMITS} == {**NO_LIMITS, "cached_token_weight": 70}
+        assert row.revision == 0
+    await database.close()
 
 
 @pytest.mark.anyio
