@@ -17,6 +17,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from gateway.admin_cli.cache import cache_app
 from gateway.admin_cli.keys import keys_app
 from gateway.admin_cli.quotas import quotas_app
 from gateway.admin_cli.salts import salts_app
@@ -40,6 +41,7 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(salts_app, name="salts")
 app.add_typer(quotas_app, name="quotas")
 app.command("usage")(usage)
+app.add_typer(cache_app, name="cache")
 app.add_typer(config_app, name="config")
 app.add_typer(db_app, name="db")
 app.add_typer(kek_app, name="kek")

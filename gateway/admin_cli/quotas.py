@@ -65,6 +65,20 @@ class Changes(Scope):
     cached_token_weight: Annotated[
         int | None, typer.Option(metavar="N", help="Cost of a cached prompt token, in thousandths of a token.")
     ] = None
+    device_reserved_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Of the cache, for this tenant alone.")
+    ] = None
+    device_max_tokens: LimitOption = None
+    weight: Annotated[
+        float | None, typer.Option(metavar="N", help="Of its part in what nobody has reserved, 1 at first.")
+    ] = None
+    strict: Annotated[
+        bool | None,
+        typer.Option("--strict/--no-strict", help="Neither lend nor borrow; all that is reserved is the maximum too."),
+    ] = None
+    queue_wait_seconds: Annotated[
+        int | None, typer.Option(metavar="N", help="How long a request may wait to be admitted.")
+    ] = None
     models: Annotated[
         list[str] | None,
         typer.Option("--model", metavar=f"MODEL|{NONE}", help=f"May be used; may be repeated, {NONE} is all."),

@@ -1,4 +1,4 @@
-"""`saltern quotas` and `saltern usage` against a real server on a real socket."""
+"""`saltern quotas`, `saltern usage` and `saltern cache` against a real server on a real socket."""
 
 import json
 from datetime import UTC, datetime
@@ -32,20 +32,24 @@ def flag(field: str) -> str:
 async def test_every_limit_is_set_by_its_name_and_unlimited_again(tmp_path: Path) -> None:
     values = {name: number for number, name in enumerate((NOTHING_SET | OF_TENANTS), 1)}
     values |= {"time_zone": "Asia/Tokyo", "models": ["a"]}
+    values |= {"device_reserved_tokens": 48, "device_max_tokens": 48, "weight": 2.5, "strict": True}
     async with listening(tmp_path) as admin:
         _, key_id = await ids(admin, tmp_path)
         for scope, fields in (((), NOTHING_SET | OF_TENANTS), (("--key", key_id), NOTHING_SET)):
             assert json.loads(await done(tmp_path, *GET, *scope, "--json")) == fields
             wanted = dict(fields)
             for name in fields:
-                given = values[name][0] if name == "models" else str(values[name])
+                given = [] if name == "strict" else values[name] if name == "models" else [str(values[name])]
                 wanted[name] = values[name]
-                changed = await done(tmp_path, *SET, *scope, flag(name), given, "--json")
+                changed = await done(tmp_path, *SET, *scope, flag(name), *given, "--json")
                 assert json.loads(changed) == wanted
             # Null is what a limit that is not set reads; the others have a value of their own.
             unset = [name for name, default in fields.items() if default is None]
             flags = [word for name in unset for word in (flag(name), "none")]
             wanted |= dict.fromkeys(unset)
+            if "strict" in fields:
+                flags.append("--no-strict")
+                wanted["strict"] = False
             assert json.loads(await done(tmp_path, *SET, *scope, *flags, "--json")) == wanted
             assert json.loads(await done(tmp_path, *GET, *scope, "--json")) == wanted
 
@@ -71,6 +75,8 @@ async def test_a_command_line_that_sets_nothing_or_no_number_is_refused_before_a
         (("--concurrent-requests", ""), "'--concurrent-requests': ''"),
         (("--cached-token-weight", "none"), "'--cached-token-weight': "),
         (("--model", "none", "--model", "a"), "--model none is all models"),
+        (("--device-reserved-tokens", "none"), "'--device-reserved-tokens': "),
+        (("--weight", "much"), "'--weight': "),
     ):
         assert said in await misused(tmp_path, *SET, *arguments)
 
@@ -86,7 +92,10 @@ async def test_what_the_api_refuses_is_one_line_that_names_the_limit(tmp_path: P
             (("--cached-token-weight", "1001"), "cached_token_weight: "),
             (("--time-zone", "Nowhere/Nowhere"), "time_zone must be a name of the IANA database"),
             (("--model", ""), "models"),
+            (("--device-reserved-tokens", "5", "--device-max-tokens", "4"), "device_max_tokens 4"),
+            (("--strict",), "strict needs device_reserved_tokens = device_max_tokens"),
             ((*of_key, "--max-context-tokens", "5"), "max_context_tokens is a limit of tenants"),
+            ((*of_key, "--weight", "5"), "weight is a limit of tenants"),
             ((*of_key, "--model", "none"), "models is a limit of tenants"),
             (("--key", "key_0", "--tokens-per-day", "5"), "HTTP 404"),
         ):
@@ -131,3 +140,24 @@ async def test_usage_is_a_table_with_a_total(tmp_path: Path) -> None:
             (("--start", span[3], "--end", span[1]), "start must lie before end"),
         ):
             assert said in await failed(tmp_path, *USAGE, *bad)
+
+
+async def test_what_is_cached_is_told_and_flushed(tmp_path: Path) -> None:
+    get, flush = (("cache", verb, "--tenant", "demo") for verb in ("get", "flush"))
+    async with listening(tmp_path) as admin:
+        await admin.tenant("demo")
+        assert (await done(tmp_path, *get)).splitlines() == [
+            "device_blocks: 3",
+            "device_tokens: 48",
+            "device_bytes: 4096",
+            "device_reserved_tokens: 32",
+            "device_max_tokens: unlimited",
+            "hit_tokens: 100",
+            "miss_tokens: 20",
+        ]
+        assert json.loads(await done(tmp_path, *get, "--json"))["device"]["max_tokens"] is None
+        assert await done(tmp_path, *flush) == "dropped 3 blocks, 4096 bytes\n"
+        assert json.loads(await done(tmp_path, *flush, "--json")) == {"blocks": 3, "bytes": 4096}
+        admin.link.answer = None
+        for command in (get, flush):
+            assert "HTTP 503" in await failed(tmp_path, *command)

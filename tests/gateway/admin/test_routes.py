@@ -33,6 +33,8 @@ ROUTES = [
     ("GET", TENANTS + "/{tenant}/keys/key_0/quotas", "quotas:read"),
     ("PUT", TENANTS + "/{tenant}/keys/key_0/quotas", "quotas:write"),
     ("PATCH", TENANTS + "/{tenant}/keys/key_0/quotas", "quotas:write"),
+    ("GET", TENANTS + "/{tenant}/cache", "cache:read"),
+    ("DELETE", TENANTS + "/{tenant}/cache", "cache:write"),
     ("GET", TENANTS + "/{tenant}/usage", "usage:read"),
 ]
 

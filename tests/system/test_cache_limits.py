@@ -1,0 +1,188 @@
+"""What tenants may have of the cache, from the admin API to the store: when it is told, and what requests then meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cachestore.engine import Engine
+from cachestore.protocol import Message, OpenAccount, Submit
+from gateway import store_link
+from gateway.app import open_gateway
+from gateway.telemetry.providers import Exporters
+from gateway.telemetry.telemetry import Telemetry
+from gateway.tenants.limits import LimitRegistry
+from policies.eviction import NO_LIMITS, AccountLimits
+from tests.system.in_process import BLOCK_BYTES, Customer, InProcess, _client, in_process, until
+from tests.system.metered import TENANTS, limit, metered
+from tests.system.support import random_prompt
+from tests.system.wire import refusal
+
+pytestmark = pytest.mark.anyio
+
+POOL_BLOCKS = 64
+
+
+@pytest.fixture
+def came(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
+    """Accounts that were opened and requests that were submitted, in the order in which stores took them."""
+    messages: list[Message] = []
+    open_account, submit = Engine.open_account, Engine.submit
+
+    def opening(engine: Engine, message: OpenAccount) -> None:
+        messages.append(message)
+        open_account(engine, message)
+
+    def submitting(engine: Engine, connection: int, message: Submit) -> None:
+        messages.append(message)
+        submit(engine, connection, message)
+
+    monkeypatch.setattr(Engine, "open_account", opening)
+    monkeypatch.setattr(Engine, "submit", submitting)
+    return messages
+
+
+def limits_of(inside: InProcess, customer: Customer) -> AccountLimits:
+    """Those that the store keeps to."""
+    return inside.engine.pool.shares.account(customer.account).limits
+
+
+async def cache(inside: InProcess, customer: Customer, method: str = "GET") -> dict[str, Any]:
+    answer = await inside.admin.request(method, f"{TENANTS}/{customer.id}/cache")
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    return body
+
+
+async def test_limits_are_told_on_connect_before_the_first_request(
+    tmp_path: Path, default_model: Path, came: list[Message]
+) -> None:
+    async with in_process(tmp_path, default_model, POOL_BLOCKS) as inside:
+        limited, unset, free = [await inside.customer(name) for name in ("limited", "unset", "free")]
+        await limit(inside, limited.id, device_reserved_tokens=33, device_max_tokens=100, weight=2.5)
+        await limit(inside, unset.id, device_reserved_tokens=16)
+        await limit(inside, unset.id)
+        await limit(inside, free.id, tokens_per_day=1_000_000)
+        await inside.rotate(limited)
+    came.clear()
+    # Another store, which knows nothing of all this.
+    async with in_process(tmp_path, default_model, POOL_BLOCKS) as inside:
+        for customer in (limited, free):
+            assert await inside.cached_tokens(customer, random_prompt("connect", 20)) == 0
+        first = next(index for index, message in enumerate(came) if isinstance(message, Submit))
+        opened = {message.account: message for message in came[:first] if isinstance(message, OpenAccount)}
+        # The epoch of now, whole blocks; and that there are no limits any more where a store may have heard of some.
+        assert opened == {
+            limited.account: OpenAccount(
+                account=limited.account, epoch=2, revision=1, reserved_blocks=3, max_blocks=7, weight=2.5
+            ),
+            unset.account: OpenAccount(account=unset.account, epoch=1, revision=2),
+        }
+        assert limits_of(inside, limited) == AccountLimits(3, 7, 2.5)
+        assert limits_of(inside, free) == NO_LIMITS
+        await inside.check()
+
+
+async def test_a_change_is_in_force_when_it_is_answered_and_outlives_a_rotation(
+    tmp_path: Path, default_model: Path
+) -> None:
+    async with in_process(tmp_path, default_model, POOL_BLOCKS) as inside:
+        customer = await inside.customer("a")
+        prompt = random_prompt("change", 70)
+        for body, limits in (
+            ({"device_reserved_tokens": 64, "device_max_tokens": 128}, AccountLimits(4, 8)),
+            ({"device_reserved_tokens": 128, "strict": True}, AccountLimits(8, 8, 1.0, True)),
+            ({"strict": False, "weight": 3}, AccountLimits(8, 8, 3.0)),
+        ):
+            answer = await inside.admin.patch(f"{TENANTS}/{customer.id}/quotas", json=body)
+            assert answer.status_code == 200
+            assert limits_of(inside, customer) == limits
+        await inside.rotate(customer)
+        assert [await inside.cached_tokens(customer, prompt) for _ in range(2)] == [0, 64]
+        await inside.check()
+        assert limits_of(inside, customer) == AccountLimits(8, 8, 3.0)
+        await limit(inside, customer.id)
+        assert limits_of(inside, customer) == NO_LIMITS
+
+
+async def test_what_a_tenant_has_is_counted_and_flushed_and_nothing_of_others(
+    tmp_path: Path, default_model: Path
+) -> None:
+    async with in_process(tmp_path, default_model, POOL_BLOCKS) as inside:
+        customer, other = await inside.customer("a"), await inside.customer("b")
+        await limit(inside, customer.id, device_reserved_tokens=33, device_max_tokens=100)
+        prompt = random_prompt("flush", 40)
+        for each in (customer, other):
+            assert [await inside.cached_tokens(each, prompt) for _ in range(2)] == [0, 32]
+        await inside.check()
+        assert await cache(inside, customer) == {
+            "device": {
+                "blocks": 2,
+                "tokens": 32,
+                "bytes": 2 * BLOCK_BYTES,
+                "reserved_tokens": 48,
+                "max_tokens": 112,
+            },
+            "hit_tokens": 32,
+            "miss_tokens": 48,
+        }
+        assert await cache(inside, customer, "DELETE") == {"blocks": 2, "bytes": 2 * BLOCK_BYTES}
+        assert (await cache(inside, customer))["device"]["blocks"] == 0
+        assert (await cache(inside, other))["device"]["blocks"] == 2
+        assert [await inside.cached_tokens(each, prompt) for each in (customer, other)] == [0, 32]
+        await inside.check()
+
+
+async def test_limits_that_were_changed_and_not_sent_are_found_in_the_database(
+    tmp_path: Path, default_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_link, "LIMITS_SECONDS", 0.01)
+    async with in_process(tmp_path, default_model, POOL_BLOCKS) as inside:
+        customer = await inside.customer("a")
+        # As a gateway that ends between the commit and what follows it.
+        registry = LimitRegistry(inside.gateway.directory.database)
+
+        def changed(**values: Any) -> Callable[[Any], Any]:
+            return lambda before: {**before, **values}
+
+        await registry.change(customer.id, None, changed(device_reserved_tokens=64))
+        await until(lambda: limits_of(inside, customer) == AccountLimits(4))
+        await registry.change(customer.id, None, changed(device_reserved_tokens=0))
+        await until(lambda: limits_of(inside, customer) == NO_LIMITS)
+
+
+async def test_without_a_store_the_last_pool_decides_and_the_cache_is_503(tmp_path: Path, default_model: Path) -> None:
+    async with in_process(tmp_path, default_model, POOL_BLOCKS) as inside:
+        customer, authorization = await inside.customer("a"), inside.admin.headers["authorization"]
+    async with (
+        open_gateway(
+            database_url=f"sqlite+aiosqlite:///{tmp_path / 'saltern.db'}",
+            kek_file=tmp_path / "kek",
+            socket_path=tmp_path / "run" / "store.sock",
+            telemetry=Telemetry(Exporters()),
+        ) as gateway,
+        _client(gateway.admin_app) as admin,
+    ):
+        admin.headers["authorization"] = authorization
+        quotas = f"{TENANTS}/{customer.id}/quotas"
+        pool_tokens = POOL_BLOCKS * 16
+        answer = await admin.put(quotas, json={"device_reserved_tokens": pool_tokens + 1})
+        assert answer.status_code == 409
+        assert f"{pool_tokens} " in answer.json()["error"]["message"]
+        assert (await admin.put(quotas, json={"device_reserved_tokens": pool_tokens})).status_code == 200
+        for method in ("GET", "DELETE"):
+            refusal(await admin.request(method, f"{TENANTS}/{customer.id}/cache"), 503)
+
+
+async def test_a_request_is_bounded_by_its_tenants_part_of_the_cache(tmp_path: Path) -> None:
+    async with metered(tmp_path) as m:
+        await m.limit(device_max_tokens=32)
+        answer = await m.ask(10, None)
+        assert answer.json()["usage"]["completion_tokens"] == 22
+        for prompt_tokens, max_tokens in ((32, None), (10, 23)):
+            error = refusal(await m.ask(prompt_tokens, max_tokens), 400)
+            assert error["code"] == "context_length_exceeded"
+            assert "the context is 32" in error["message"]
