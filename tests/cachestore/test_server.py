@@ -227,12 +227,13 @@ async def test_a_lost_store_is_known_within_a_second_to_all_who_wait(tmp_path: P
         assert isinstance(await running.next(), Started)
         waiting = asyncio.create_task(client.fence(ALICE, 2))
         counting = asyncio.create_task(client.stats())
+        others = [asyncio.create_task(ask(ALICE)) for ask in (client.flush, client.account_report)]
         await asyncio.sleep(0)
     async with asyncio.timeout(1):
         await client.closed.wait()
         with pytest.raises(StoreLost):
             await answer(running)
-        for task in (waiting, counting):
+        for task in (waiting, counting, *others):
             with pytest.raises(StoreLost):
                 await task
     with pytest.raises(StoreLost):
@@ -265,6 +266,16 @@ async def test_several_fences_at_once_are_each_answered(tmp_path: Path) -> None:
         await complete(client, prompt(1, 9))
         fenced = await asyncio.gather(*(client.fence(account, 2) for account in (ALICE, BOB, ALICE)))
         assert [(each.account, each.blocks) for each in fenced] == [(ALICE, 2), (BOB, 0), (ALICE, 0)]
+
+
+async def test_reports_and_flushes_of_several_accounts_at_once_are_each_answered(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server, connected(server) as client:
+        await complete(client, prompt(1, 9))
+        before = await asyncio.gather(*(client.account_report(account) for account in (BOB, ALICE, BOB)))
+        assert [(each.account, each.cached_blocks) for each in before] == [(BOB, 0), (ALICE, 2), (BOB, 0)]
+        flushed = await asyncio.gather(*(client.flush(account) for account in (BOB, ALICE, ALICE)))
+        assert [(each.account, each.blocks) for each in flushed] == [(BOB, 0), (ALICE, 2), (ALICE, 0)]
+        assert (await client.account_report(ALICE)).cached_blocks == 0
 
 
 async def test_reports_come_when_asked_for_and_every_second(tmp_path: Path) -> None:

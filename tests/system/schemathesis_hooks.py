@@ -23,7 +23,7 @@ REFUSALS = re.compile(
     r"|top_logprobs needs logprobs|Only a last message of the assistant"
     r"|The last message is continued or a new one begun"
     r"|start must lie before end|end must lie after 2000|From start to end are more than"
-    r"|time_zone must be a name of the IANA database"
+    r"|time_zone must be a name of the IANA database|strict needs device_reserved_tokens"
 )
 
 

@@ -314,7 +314,7 @@ def test_b192_what_does_not_fit_is_refused_naming_both_sides(
     with other_tokenizer(default_model, tmp_path / "other") as other:
         tenant = gateway.tenant()
         unfit = {
-            "this store speaks protocol 3, the gateway 2": ["--set", "cachestore.server.PROTOCOL=3"],
+            "this store speaks protocol 4, the gateway 3": ["--set", "cachestore.server.PROTOCOL=4"],
             "this store expects key version 2, not 1": ["--set", "cachestore.server.KEY_VERSION=2"],
             f"{default_model}: the tokenizer files have fingerprint": ["--model", str(other)],
         }
