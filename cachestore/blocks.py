@@ -89,6 +89,11 @@ class BlockPool:
         self.shares.set_limits(self.shares.account(account), limits)
         self._evict_excess()
 
+    def grow_reservations(self) -> None:
+        """Those that are not wholly in force, now that other requests have ended."""
+        self.shares.grow()
+        self._evict_excess()
+
     def allocate(self, account: bytes, count: int) -> list[int]:
         """Take `count` blocks without content, evicting cached ones where no free ones are left for the account.
 
@@ -204,6 +209,7 @@ class BlockPool:
         if not count:
             return []
         taken = self._free[: -count - 1 : -1]
+        assert len(taken) == count, "more blocks are taken than are free"
         del self._free[-count:]
         for block in taken:
             self._references[block] = 1

@@ -442,17 +442,21 @@ class Engine:
     def _reclaim_ended(self, account: bytes, blocks: int, own: bool) -> bool:
         """Release what ended requests hold, if so many blocks can be used then that can't be now.
 
-        Those of the account itself, or where neither is strict of all; a strict account is touched by nobody.
+        Those of the account itself, or of all that hold more than is reserved for them: the rest is no room for others.
         """
-        is_strict = self.pool.shares.account(account).limits.strict
-        ended = [
-            sequence
-            for sequence in self._ended.values()
-            if sequence.account == account
-            or not (own or is_strict or self.pool.shares.account(sequence.account).limits.strict)
-        ]
-        holders = Counter(block for sequence in ended for block in sequence.table)
-        if sum(self.pool.references(block) == count for block, count in holders.items()) < blocks:
+        shares = self.pool.shares
+        holders: dict[bytes, Counter[int]] = {}
+        ended = []
+        for sequence in self._ended.values():
+            if sequence.account != account and (own or not shares.account(sequence.account).beyond):
+                continue
+            ended.append(sequence)
+            holders.setdefault(sequence.account, Counter()).update(sequence.table)
+        room = 0
+        for name, table in holders.items():
+            freed = sum(self.pool.references(block) == count for block, count in table.items())
+            room += freed if name == account else min(freed, shares.account(name).beyond)
+        if room < blocks:
             return False
         for sequence in ended:
             self._release_ended(sequence)

@@ -114,6 +114,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Admit, grow and preempt, and say what is computed this step."""
+        self.pool.grow_reservations()
         self._grow()
         self._weights = None
         step = [
@@ -221,7 +222,7 @@ class Scheduler:
 
     def _admit_next(self, account: bytes) -> Sequence | None:
         """The first of the account's waiting requests, now running; None where it has to wait."""
-        while (sequence := self.waiting.head(account)) is not None:
+        while (sequence := self.waiting.head(account)) is not None and self.may_fit(sequence):
             # At least one token is computed, or there would be no logits to sample from.
             reusable = (len(sequence.tokens) - 1) // self.block_tokens
             matched = self.pool.index.match(account, sequence.epoch, sequence.keys[:reusable])
@@ -230,8 +231,12 @@ class Scheduler:
                 self._followers[filler].append(sequence)
                 continue
             needed = self.blocks_for(min(len(sequence.tokens) + 1, sequence.final_tokens)) - len(matched)
+            evictions = self.pool.evictions
             if not self._make_room(account, matched, needed):
                 return None
+            if self.pool.evictions > evictions:
+                # What was matched may be among what limits no longer left room for.
+                continue
             self.waiting.remove(sequence)
             self.pool.share(account, matched)
             sequence.table = matched + self.pool.allocate(account, needed)

@@ -181,7 +181,7 @@ class Shares:
         if account.reserved < limits.reserved:
             self._growing[account] = None
         self._lowered[account] = None
-        self._grow()
+        self.grow()
 
     def forget(self, account: Account) -> None:
         """The account is no more, once it has no blocks."""
@@ -203,7 +203,8 @@ class Shares:
         else:
             self._shared += sign * account.used
 
-    def _grow(self) -> None:
+    def grow(self) -> None:
+        """Reservations that are not wholly in force come into it as far as they can now; `excess` as above."""
         for account in list(self._growing):
             room = self.total - self.reserved - self._beyond
             wanted = account.limits.reserved - account.reserved
@@ -240,9 +241,13 @@ class Shares:
     def to_evict(self, account: Account, blocks: int) -> tuple[int, int]:
         """Before it takes so many new ones, which fit: how many of its own have to go, and how many of anybody's."""
         own = min(len(account.cached), max(0, account.used + blocks - self.cap(account)))
+        used = account.used - own
         if account.limits.strict:
-            return own, 0
-        return own, max(0, self._shared - own + blocks - (self.total - self._partitions))
+            # More than its partition only where that was made smaller than what it is about to end.
+            grown = max(account.reserved, used + blocks) - max(account.reserved, account.used)
+        else:
+            grown = blocks - own
+        return own, max(0, self._shared + self._partitions + grown - self.total)
 
     def victims(self, account: Account | None, blocks: int) -> Iterator[tuple[Account, int]]:
         """Who gives up how many cached blocks for so many new ones of `account`, None: for nobody.
@@ -347,8 +352,11 @@ class Shares:
 
     def _settle(self, account: Account) -> None:
         """Fewer blocks are held or used than before."""
+        if len(account.cached) and account.used > self.cap(account):
+            # It went beyond a limit that was lowered, to end what it had begun.
+            self._lowered[account] = None
         if self._growing:
-            self._grow()
+            self.grow()
         if self._leaving and account in self._leaving and not account.used:
             for each in (self._leaving, self._growing, self._lowered):
                 each.pop(account, None)

@@ -34,7 +34,7 @@ async def test_aborts_hit_requests_that_wait(tmp_path: Path, each: int) -> None:
             assert sequence.phase is Phase.WAITING
             await s.leave(client, sequence)
             assert s.rows(sequence) == 0
-            assert s.inside.engine.scheduler.waiting.head() is None
+            assert s.inside.engine.scheduler.queued == []
         assert s.ended() == {"aborted": len(KINDS) * each}
         # What they waited behind was not disturbed.
         s.runner.open()
