@@ -11,7 +11,7 @@ down_revision = "0002"
 _LIMITS = (
     sa.Column("device_reserved_tokens", sa.BigInteger(), nullable=False, server_default="0"),
     sa.Column("device_max_tokens", sa.BigInteger()),
-    sa.Column("weight", sa.Float(), nullable=False, server_default="1"),
+    sa.Column("weight", sa.Double(), nullable=False, server_default="1"),
     sa.Column("strict", sa.Boolean(), nullable=False, server_default=sa.false()),
     sa.Column("queue_wait_seconds", sa.BigInteger(), nullable=False, server_default="30"),
     sa.Column("revision", sa.BigInteger(), nullable=False, server_default="0"),
