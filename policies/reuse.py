@@ -247,7 +247,7 @@ class LearntReuse:
             self._ranked = self._rank()
 
     def _rank(self) -> list[_Cell]:
-        """The cells in the order in which their blocks give way; the older first where nothing tells them apart."""
+        """The cells in the order in which their blocks give way."""
         columns = list(zip(*self._table, strict=True))
         spans = [1, *(1 << age for age in range(AGES - 1))]
         believed: list[float] = []
@@ -271,4 +271,4 @@ class LearntReuse:
                 cell.index = uses / time
                 cell.reused *= _FADED
                 cell.waited_ticks *= _FADED
-        return sorted((cell for column in reversed(columns) for cell in column), key=lambda cell: cell.index)
+        return sorted((cell for cells in self._table for cell in cells), key=lambda cell: cell.index)
