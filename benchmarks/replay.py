@@ -7,12 +7,12 @@ prefixes up to and including that block. Requests come one at a time, each let g
 and policy are the store's own; without tokens, the rule that the last one of a prompt is computed isn't applied.
 
 With several tenants, a request belongs to the one that a hash of its first id says, not counting the ids with which all
-requests begin. Tenants share no blocks.
+requests begin. Tenants share no blocks, and each is an account without limits: who is furthest over gives way.
 
 Printed are
 
     hit ratio     blocks found of all blocks; what counts is the longest prefix that is there
-    optimal       what it could be at best, if the future were known
+    optimal       what it could be at best, if the future were known and blocks were nobody's
     evictions
     operations/s  an operation is one block: looked for, found or made, and let go
 """
@@ -28,13 +28,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
 from benchmarks.figures import table
 from cachestore.blocks import BlockPool
-from cachestore.index import BlockName, PrefixIndex
-from policies.reuse import LearntReuse
+from cachestore.index import PrefixIndex
+from policies.reuse import ORDERS
 
 EPOCH = 0
 
@@ -93,31 +94,15 @@ def read_trace(path: Path, tenants: int) -> list[Request]:
     return requests
 
 
-class _LearningPool(BlockPool):
-    """A pool in which `reuse` says which block gives way."""
-
-    def __init__(self, total: int, index: PrefixIndex) -> None:
-        super().__init__(total, index)
-        self.order = LearntReuse(total)
-        self._cached = self.order  # type: ignore[assignment]
-
-
-POLICIES = {"lru": BlockPool, "reuse": _LearningPool}
-
-
 def ask(pool: BlockPool, request: Request) -> int:
     """What the store does with a request, from its arrival to its end. Returns the number of blocks found."""
-    blocks = pool.index.match(request.account, EPOCH, request.keys)
-    pool.share(blocks)
-    found = len(blocks)
-    blocks += pool.allocate(len(request.keys) - found)
-    for position in range(found, len(blocks)):
-        pool.publish(blocks[position], BlockName(request.account, EPOCH, request.keys[position]))
-        if isinstance(pool, _LearningPool):
-            parent = blocks[position - 1] if position else None
-            pool.order.publish(blocks[position], request.keys[position], parent)
-    pool.release(blocks)
-    return found
+    account, keys = request.account, request.keys
+    shared = pool.index.match(account, EPOCH, keys)
+    pool.share(account, shared)
+    made = pool.allocate(account, len(keys) - len(shared))
+    pool.publish(account, EPOCH, made, keys[len(shared) :], shared[-1] if shared else None)
+    pool.release(account, shared + made)
+    return len(shared)
 
 
 def optimal_hits(requests: Sequence[Request], device_blocks: int) -> int:
@@ -155,7 +140,7 @@ def replay(requests: Sequence[Request], policy: str, device_blocks: int, tenants
     longest = max(len(request.keys) for request in requests)
     if longest > device_blocks:
         raise TraceError(f"a request of {longest} blocks does not fit into {device_blocks}: raise --device-blocks")
-    pool = POLICIES[policy](device_blocks, PrefixIndex())
+    pool = BlockPool(device_blocks, PrefixIndex(), partial(ORDERS[policy], device_blocks))
     for account in {request.account for request in requests}:
         pool.index.raise_epoch(account, EPOCH)
     begun_ns = time.perf_counter_ns()
@@ -195,7 +180,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, metavar="TRACE")
     parser.add_argument("--device-blocks", type=int, required=True, metavar="N")
-    parser.add_argument("--policy", choices=sorted(POLICIES), default="lru")
+    parser.add_argument("--policy", choices=sorted(ORDERS), default="lru")
     parser.add_argument("--tenants", type=int, default=1, metavar="K")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)

@@ -162,40 +162,54 @@ class BlockPool:
             self.shares.release(self.shares.account(account), len(freed), cached)
             self._evict_excess()
 
-    def publish(self, account: bytes, epoch: int, blocks: Sequence[int], keys: Sequence[bytes]) -> list[int]:
+    def publish(
+        self, account: bytes, epoch: int, blocks: Sequence[int], keys: Sequence[bytes], parent: int | None
+    ) -> list[int]:
         """Give held, filled blocks of a chain their names, so that others can share them.
+
+        Args:
+            parent: the block before the first of them, which has its name; None at the head of the chain.
 
         Returns:
             The blocks to hold from now on: each of `blocks`, or the one that already bears its name; then it is free.
 
         Raises:
-            PoolError: one of them is not held, is shared, or has a name already; or two keys are the same.
+            PoolError: one of them is not held, is shared, or has a name already; the parent has none; or two keys are
+                the same.
         """
         for block in blocks:
             if not 0 <= block < self.total or self._references[block] != 1 or self._keys[block] is not None:
                 raise PoolError(f"block {block} must be held once and unnamed to get a name")
+        if parent is not None and self._keys[parent] is None:
+            raise PoolError(f"block {parent} has no name: its child can't get one")
         bearers = self.index.add(account, epoch, keys, blocks)
         for block, key in zip(blocks, keys, strict=True):
             if block not in bearers:
                 self._keys[block] = key
+        order = self.shares.account(account).cached
         if not bearers:
+            order.publish(blocks, keys, parent)
             return list(blocks)
         self.release(account, list(bearers))
         self.share(account, list(bearers.values()))
-        return [bearers.get(block, block) for block in blocks]
+        kept = [bearers.get(block, block) for block in blocks]
+        # Whatever has a name has ancestors that have: the taken names are the first ones.
+        taken = len(bearers)
+        order.publish(kept[taken:], keys[taken:], kept[taken - 1])
+        return kept
 
     def forget(self, account: bytes, blocks: Iterable[int]) -> None:
         """Blocks of the account whose names have left the index: held ones lose the name, cached ones become free."""
-        freed = []
-        for block in blocks:
+        unnamed = list(blocks)
+        if not unnamed:
+            return
+        for block in unnamed:
             self._keys[block] = None
-            if not self._references[block]:
-                freed.append(block)
-        if freed:
-            self._free += freed
-            self.cached -= len(freed)
-            self.shares.discard(self.shares.account(account), freed)
-            self._evict_excess()
+        freed = [block for block in unnamed if not self._references[block]]
+        self._free += freed
+        self.cached -= len(freed)
+        self.shares.discard(self.shares.account(account), unnamed)
+        self._evict_excess()
 
     def flush(self, account: bytes) -> int:
         """Free all that the account has cached; answers how many blocks that were. What is held keeps its names."""

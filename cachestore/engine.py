@@ -45,7 +45,7 @@ from cachestore.protocol import (
 )
 from cachestore.scheduler import Row, Scheduler, StepPlan
 from cachestore.sequence import Phase, Sequence, split_keys
-from policies.eviction import AccountLimits
+from policies.eviction import AccountLimits, LeastRecentlyUsed, Order
 
 log = logging.getLogger("saltern.store")
 
@@ -83,13 +83,14 @@ class Engine:
         block_bytes: int,
         emit: Callable[[int, Message], None],
         clock_ns: Callable[[], int],
+        make_order: Callable[[], Order] = LeastRecentlyUsed,
     ) -> None:
         self.runner = runner
         self.limits = limits
         self.block_tokens = block_tokens
         self.block_bytes = block_bytes
         self.index = PrefixIndex()
-        self.pool = BlockPool(limits.blocks, self.index)
+        self.pool = BlockPool(limits.blocks, self.index, make_order)
         self.scheduler = Scheduler(
             self.pool,
             block_tokens=block_tokens,
@@ -395,7 +396,8 @@ class Engine:
             return
         begin = sequence.published_blocks
         mine = sequence.table[begin:full]
-        kept = self.pool.publish(sequence.account, sequence.epoch, mine, sequence.keys[begin:full])
+        parent = sequence.table[begin - 1] if begin else None
+        kept = self.pool.publish(sequence.account, sequence.epoch, mine, sequence.keys[begin:full], parent)
         sequence.table[begin:full] = kept
         # After a preemption a block is written again, but it was paid for once.
         for position, (block, held) in enumerate(zip(mine, kept, strict=True), begin):

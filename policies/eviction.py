@@ -32,11 +32,17 @@ class Order(Protocol):
 
     def __iter__(self) -> Iterator[int]: ...
 
+    def publish(self, blocks: Sequence[int], keys: Sequence[bytes], parent: int | None) -> None:
+        """Held blocks of a chain have got names, head first. `parent`: the named one before them, None at the head."""
+
     def add(self, blocks: Sequence[int]) -> None:
         """Their last holder let go of them: blocks of a chain, tail first."""
 
     def remove(self, blocks: Sequence[int]) -> None:
-        """Somebody took them up again, or their names are gone."""
+        """Somebody took them up again."""
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Their names are gone, and not because they gave way. They are held or cached."""
 
     def pop(self, count: int) -> list[int]:
         """The blocks that give way now, fewer where there are fewer; no block before its cached descendants."""
@@ -59,6 +65,9 @@ class LeastRecentlyUsed:
     def __iter__(self) -> Iterator[int]:
         return iter(self._order)
 
+    def publish(self, blocks: Sequence[int], keys: Sequence[bytes], parent: int | None) -> None:
+        """Names say nothing about when a block was used."""
+
     def add(self, blocks: Sequence[int]) -> None:
         # `update` of an OrderedDict takes four times as long.
         order = self._order
@@ -69,6 +78,10 @@ class LeastRecentlyUsed:
         """Raises KeyError for a block that is not in the list."""
         for block in blocks:
             del self._order[block]
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._order.pop(block, None)
 
     def pop(self, count: int) -> list[int]:
         victims = list(islice(self._order, count))
@@ -344,9 +357,9 @@ class Shares:
         return victims
 
     def discard(self, account: Account, blocks: Sequence[int]) -> None:
-        """These are not cached any more but free: their names are gone."""
+        """The names of these are gone: what was cached of them is free."""
         self._count(account, -1)
-        account.cached.remove(blocks)
+        account.cached.forget(blocks)
         self._count(account, 1)
         self._settle(account)
 

@@ -18,9 +18,12 @@ Gittins (*Bandit Processes and Dynamic Allocation Indices*, 1979); ghosts are th
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import expm1
+
+from policies.eviction import LeastRecentlyUsed, Order
 
 GHOSTS_PER_BLOCK = 4
 # A tick is the time in which so large a part of the capacity is let go.
@@ -75,22 +78,16 @@ class _Named:
 
 
 class LearntReuse:
-    """Cached blocks, of which the one gives way that is expected to yield least.
+    """The order of what a block is expected to yield.
 
-    A block can give way when nobody holds it and no cached block has it as its parent, so no chain is cut in two. Time
-    is the number of blocks let go. Every operation is O(1): the pass over the table, which a tick costs, is shared by
-    all that are let go in it.
-
-    What the pool tells it, and when:
-
-        publish     a held block gets its name; of a chain from head to tail
-        add         its last holder lets go of it; of a chain from tail to head
-        remove      it is cached, and somebody takes it up again: a hit
-        pop_victim  a block is needed
-        forget      its name is gone for another cause than need; held or cached
+    A block can give way when nobody holds it and no named block has it as its parent, so no chain is cut in two. Time
+    is the number of blocks let go. Every operation on a block is O(1): the pass over the table, which a tick costs, is
+    shared by all that are let go in it. Memory is for what the account has, not for what it might have.
 
     Args:
-        capacity: how many blocks the cache can hold, or about as many. It is the unit of age, and limits the ghosts.
+        capacity: the unit of age, in blocks: those of the pool. How many of them an account gets is for the others to
+            say, from one moment to the next; an age that depended on it would change its meaning with every need of
+            theirs, and what was learnt with it.
 
     Raises:
         ValueError: `capacity` is less than 1.
@@ -99,94 +96,105 @@ class LearntReuse:
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ValueError(f"a cache holds at least one block, not {capacity}")
-        self._ghosts_max = GHOSTS_PER_BLOCK * capacity
         self._adds_per_tick = max(1, capacity // TICKS_PER_CAPACITY)
         self._adds = 0
         self._tick = 0
         self._cached = 0
         self._named: dict[int, _Named] = {}
         self._ghosts: OrderedDict[bytes, _Named] = OrderedDict()
-        # A row for each class, a column for each age.
-        self._table = [[_Cell() for _ in range(AGES)] for _ in range(USES * TURNS)]
-        # By class and tick, until they have the greatest age.
-        self._cohorts: list[dict[int, _Cohort]] = [{} for _ in self._table]
-        self._ranked = self._rank()
+        # By class, from when it is first met on: a row with a column for each age, and the cohorts by tick, until they
+        # have the greatest age.
+        self._table: dict[int, list[_Cell]] = {}
+        self._cohorts: dict[int, dict[int, _Cohort]] = {}
+        self._ranked: list[_Cell] = []
 
     def __len__(self) -> int:
         return self._cached
 
+    def __iter__(self) -> Iterator[int]:
+        """In no particular order: which one gives way is decided when one has to."""
+        return (block for block, named in self._named.items() if named.cohort is not None)
+
     @property
     def ghosts(self) -> int:
-        """Keys of evicted blocks that are remembered: at most four for each block of capacity."""
+        """Keys of evicted blocks that are remembered: at most four for each block that has a name."""
         return len(self._ghosts)
 
-    def __contains__(self, block: int) -> bool:
-        named = self._named.get(block)
-        return named is not None and named.cohort is not None
-
-    def publish(self, block: int, key: bytes, parent: int | None) -> None:
-        """A held block gets its name. `parent`: the block before it in the chain, which has one already."""
+    def publish(self, blocks: Sequence[int], keys: Sequence[bytes], parent: int | None) -> None:
+        """Raises KeyError for a parent without a name."""
         above = None if parent is None else self._named[parent]
-        ghost = self._ghosts.pop(key, None)
-        if ghost is not None:
-            self._leave(ghost, reused=True)
-            uses, turn = ghost.uses + 1, ghost.turn
-        else:
-            # A parent that was used before was not made by this request: here a turn begins.
-            uses, turn = 1, 1 if above is None else above.turn + (above.uses > 1)
-        if above is not None:
-            above.children += 1
-        self._named[block] = _Named(block, key, above, uses, turn)
+        for block, key in zip(blocks, keys, strict=True):
+            ghost = self._ghosts.pop(key, None)
+            if ghost is not None:
+                self._leave(ghost, reused=True)
+                uses, turn = ghost.uses + 1, ghost.turn
+            else:
+                # A parent that was used before was not made by this request: here a turn begins.
+                uses, turn = 1, 1 if above is None else above.turn + (above.uses > 1)
+            if above is not None:
+                above.children += 1
+            above = self._named[block] = _Named(block, key, above, uses, turn)
 
-    def add(self, block: int) -> None:
-        """The last holder let go of it."""
-        named = self._named[block]
-        self._adds += 1
-        if self._adds % self._adds_per_tick == 0:
-            self._grow_older()
+    def add(self, blocks: Sequence[int]) -> None:
+        """Raises KeyError for a block without a name."""
+        for block in blocks:
+            named = self._named[block]
+            self._adds += 1
+            if self._adds % self._adds_per_tick == 0:
+                self._grow_older()
+            cohort = named.cohort = self._youngest(named)
+            cohort.known += 1
+            cohort.cell.known += 1
+            self._cached += 1
+            if not named.children:
+                self._offer(named, first=False)
+
+    def remove(self, blocks: Sequence[int]) -> None:
+        """Raises KeyError for a block that is not cached."""
+        for block in blocks:
+            named = self._named[block]
+            self._withdraw(named)
+            self._leave(named, reused=True)
+            named.uses += 1
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Raises KeyError for a block without a name."""
+        for block in blocks:
+            named = self._named.pop(block)
+            if named.cohort is not None:
+                self._withdraw(named)
+                self._leave(named, reused=False)
+            self._orphan(named)
+        self._forget_ghosts()
+
+    def pop(self, count: int) -> list[int]:
+        victims = []
+        for _ in range(min(count, self._cached)):
+            cell = next(cell for cell in self._ranked if cell.cohorts)
+            block = next(iter(next(iter(cell.cohorts.values())).leaves))
+            named = self._named.pop(block)
+            self._withdraw(named)
+            self._orphan(named)
+            self._ghosts[named.key] = named
+            victims.append(block)
+        self._forget_ghosts()
+        return victims
+
+    def _youngest(self, named: _Named) -> _Cohort:
+        """The cohort of its class that is let go now."""
         row = USES * (min(named.turn, TURNS) - 1) + min(named.uses, USES) - 1
+        if row not in self._table:
+            self._table[row] = [_Cell() for _ in range(AGES)]
+            self._cohorts[row] = {}
+            self._ranked = self._rank()
         cohort = self._cohorts[row].get(self._tick)
         if cohort is None:
             cohort = self._cohorts[row][self._tick] = _Cohort(self._tick, self._table[row][0])
-        named.cohort = cohort
-        cohort.known += 1
-        cohort.cell.known += 1
-        self._cached += 1
-        if not named.children:
-            self._offer(named, first=False)
+        return cohort
 
-    def remove(self, block: int) -> None:
-        """Somebody took it up again. Raises KeyError for a block that is not cached."""
-        named = self._withdraw(block)
-        self._leave(named, reused=True)
-        named.uses += 1
-
-    def forget(self, block: int) -> None:
-        """Its name is gone, and not because it gave way. Raises KeyError for a block without a name."""
-        if block in self:
-            self._leave(self._withdraw(block), reused=False)
-        self._orphan(self._named.pop(block))
-
-    def pop_victim(self) -> int:
-        """The block that gives way now. Raises KeyError when there is none."""
-        for cell in self._ranked:
-            if cell.cohorts:
-                break
-        else:
-            raise KeyError("no block is cached")
-        block = next(iter(next(iter(cell.cohorts.values())).leaves))
-        named = self._withdraw(block)
-        del self._named[block]
-        self._orphan(named)
-        if len(self._ghosts) == self._ghosts_max:
-            self._leave(self._ghosts.popitem(last=False)[1], reused=False)
-        self._ghosts[named.key] = named
-        return block
-
-    def _withdraw(self, block: int) -> _Named:
-        """It cannot give way any longer."""
-        named = self._named[block]
-        cohort = named.cohort
+    def _withdraw(self, named: _Named) -> None:
+        """It cannot give way any longer. Raises KeyError for a block that is held."""
+        block, cohort = named.block, named.cohort
         if cohort is None:
             raise KeyError(f"block {block} is held")
         if not named.children:
@@ -194,7 +202,11 @@ class LearntReuse:
             if not cohort.leaves:
                 del cohort.cell.cohorts[cohort.tick]
         self._cached -= 1
-        return named
+
+    def _forget_ghosts(self) -> None:
+        """As many as its blocks allow stay, the latest: accounts together remember no more than the pool allows."""
+        while len(self._ghosts) > GHOSTS_PER_BLOCK * len(self._named):
+            self._leave(self._ghosts.popitem(last=False)[1], reused=False)
 
     def _offer(self, named: _Named, *, first: bool) -> None:
         """It can give way from now on; a parent `first`, which is as old as the child that gave way before it."""
@@ -228,7 +240,8 @@ class LearntReuse:
     def _grow_older(self) -> None:
         """A tick has passed."""
         self._tick += 1
-        for cells, cohorts in zip(self._table, self._cohorts, strict=True):
+        for row, cells in self._table.items():
+            cohorts = self._cohorts[row]
             for age, (younger, older) in enumerate(pairwise(cells)):
                 tick = self._tick - (1 << age)
                 cohort = cohorts.get(tick)
@@ -245,10 +258,14 @@ class LearntReuse:
                 cell.waited_ticks += cell.known
         if self._tick % TICKS_PER_RANKING == 0:
             self._ranked = self._rank()
+            for cells in self._table.values():
+                for cell in cells:
+                    cell.reused *= _FADED
+                    cell.waited_ticks *= _FADED
 
     def _rank(self) -> list[_Cell]:
         """The cells in the order in which their blocks give way."""
-        columns = list(zip(*self._table, strict=True))
+        columns = list(zip(*self._table.values(), strict=True))
         spans = [1, *(1 << age for age in range(AGES - 1))]
         believed: list[float] = []
         for column in columns:
@@ -256,7 +273,7 @@ class LearntReuse:
             before = believed[-1] / 2 if believed else 1.0
             uses = PRIOR_USES + sum(cell.reused for cell in column)
             believed.append(uses / (PRIOR_USES / before + sum(cell.waited_ticks for cell in column)))
-        for cells in self._table:
+        for cells in self._table.values():
             # From some age on to where it is best to give up: uses, time, and the share that is left then. The last
             # begins at the age in hand; a later one is joined to it if it yields more than what lies before it.
             stretches: list[tuple[float, float, float]] = []
@@ -269,6 +286,8 @@ class LearntReuse:
                     uses, time, left = uses + left * later_uses, time + left * later_time, left * later_left
                 stretches.append((uses, time, left))
                 cell.index = uses / time
-                cell.reused *= _FADED
-                cell.waited_ticks *= _FADED
-        return sorted((cell for cells in self._table for cell in cells), key=lambda cell: cell.index)
+        return sorted((cell for cells in self._table.values() for cell in cells), key=lambda cell: cell.index)
+
+
+#: The strategies by their names in options, each for a pool of so many blocks.
+ORDERS: Mapping[str, Callable[[int], Order]] = {"lru": lambda _: LeastRecentlyUsed(), "reuse": LearntReuse}

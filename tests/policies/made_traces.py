@@ -92,15 +92,12 @@ def reuse_hits(trace: Trace, capacity: int, order: LearntReuse | None = None) ->
     for ids in trace:
         found = list(itertools.takewhile(cached.__contains__, ids))
         hits.append(len(found))
-        for each in found:
-            order.remove(each)
-        while len(cached) + len(ids) - len(found) > capacity:
-            cached.remove(order.pop_victim())
-        for position in range(len(found), len(ids)):
-            order.publish(ids[position], b"%d" % ids[position], ids[position - 1] if position else None)
-        cached.update(ids)
-        for each in reversed(ids):
-            order.add(each)
+        order.remove(found)
+        made = ids[len(found) :]
+        cached.difference_update(order.pop(max(0, len(cached) + len(made) - capacity)))
+        order.publish(made, [b"%d" % each for each in made], found[-1] if found else None)
+        cached.update(made)
+        order.add(ids[::-1])
     return hits
 
 
