@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -27,6 +28,7 @@ from cachestore.own_kernels import require_own_kernels
 from cachestore.protocol import LAYOUT_VERSION, DType, Geometry, KVDType, Limits, Welcome
 from cachestore.server import StoreServer, check_socket
 from cachestore.start_error import StartError
+from policies.reuse import ORDERS
 
 if TYPE_CHECKING:
     from cachestore.model import ModelRunner
@@ -60,6 +62,7 @@ class StoreOptions:
     max_context_tokens: int | None = None
     max_running: int | None = None
     step_tokens: int | None = None
+    eviction: Literal["lru", "reuse"] = "lru"
     threads: int | None = None
     life_descriptor: int | None = None
 
@@ -246,7 +249,7 @@ def _run(options: StoreOptions, version: str) -> None:
         version, plan.checkpoint.directory.name, plan.dtype, plan.device, tokens, plan.kv_dtype, limits.blocks,
         layout.block_tokens, limits.max_context_tokens, options.socket,
     )  # fmt: skip
-    asyncio.run(_serve(options.socket, welcome, runner, layout))
+    asyncio.run(_serve(options, welcome, runner, layout))
 
 
 def _load(plan: StorePlan, options: StoreOptions) -> tuple[ModelRunner, Limits, int]:
@@ -294,13 +297,13 @@ def _load(plan: StorePlan, options: StoreOptions) -> tuple[ModelRunner, Limits, 
     return runner, limits, frozen_for if checkpoint.needs_rope_context else 0
 
 
-async def _serve(socket: Path, welcome: Welcome, runner: ModelRunner, layout: BlockLayout) -> None:
+async def _serve(options: StoreOptions, welcome: Welcome, runner: ModelRunner, layout: BlockLayout) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     server = StoreServer(
-        socket,
+        options.socket,
         welcome,
         lambda emit: Engine(
             runner,
@@ -309,6 +312,7 @@ async def _serve(socket: Path, welcome: Welcome, runner: ModelRunner, layout: Bl
             block_bytes=layout.block_bytes,
             emit=emit,
             clock_ns=time.monotonic_ns,
+            make_order=partial(ORDERS[options.eviction], welcome.limits.blocks),
         ),
     )
     await server.serve(stopped)

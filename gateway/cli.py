@@ -106,6 +106,7 @@ def store(options: StoreProcessOptions) -> None:
             max_context_tokens=options.max_context,
             max_running=options.max_running,
             step_tokens=options.step_tokens,
+            eviction=options.eviction,
             threads=options.threads,
             life_descriptor=options.life_descriptor,
         )

@@ -195,6 +195,12 @@ class StoreOptions(CommonOptions):
     step_tokens: Annotated[
         int | None, typer.Option(envvar="SALTERN_STEP_TOKENS", min=1, help="Tokens; default 256 on CPU, 2048 on CUDA.")
     ] = None
+    eviction: Annotated[
+        Literal["lru", "reuse"],
+        typer.Option(
+            envvar="SALTERN_EVICTION", help="Of a tenant's cached blocks: the least recently used, or by learnt reuse."
+        ),
+    ] = "lru"
     threads: Annotated[
         int | None, typer.Option(envvar="SALTERN_THREADS", min=1, help="Default: all physical cores.")
     ] = None

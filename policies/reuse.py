@@ -26,13 +26,14 @@ from math import expm1
 from policies.eviction import LeastRecentlyUsed, Order
 
 GHOSTS_PER_BLOCK = 4
-# A tick is the time in which so large a part of the capacity is let go.
-TICKS_PER_CAPACITY = 32
-# From 0, 1, 2, 4, … 256 ticks on: the last is eight times the capacity and beyond, more than ghosts live to see.
-AGES = 10
+# A tick is the time in which so large a part of the capacity is let go: an account with a hundredth of the pool sees its
+# blocks grow old, too.
+TICKS_PER_CAPACITY = 128
+# From 0, 1, 2, 4, … 1,024 ticks on: the last is eight times the capacity and beyond, more than ghosts live to see.
+AGES = 12
 # Used once, twice, three times, more often; made in the first turn, the second, the third, a later one.
 USES, TURNS = 4, 4
-TICKS_PER_RANKING = 4
+TICKS_PER_RANKING = 16
 # After so many ticks an observation counts half. It takes half as many to see a block through all ages.
 HALF_LIFE_TICKS = 2 ** (AGES - 1)
 # What was believed before weighs as much as so many uses.

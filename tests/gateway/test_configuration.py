@@ -49,6 +49,7 @@ VALUES: dict[str, tuple[Any, Any, Any]] = {
     "max_context": (1, 2, 3),
     "max_running": (1, 2, 3),
     "step_tokens": (1, 2, 3),
+    "eviction": ("reuse", "reuse", "reuse"),
     "threads": (1, 2, 3),
 }
 
