@@ -26,8 +26,8 @@ from math import expm1
 from policies.eviction import LeastRecentlyUsed, Order
 
 GHOSTS_PER_BLOCK = 4
-# A tick is the time in which so large a part of the capacity is let go: an account with a hundredth of the pool sees its
-# blocks grow old, too.
+# A tick is the time in which so large a part of the capacity is let go: an account with a hundredth of the pool sees
+# its blocks grow old, too.
 TICKS_PER_CAPACITY = 128
 # From 0, 1, 2, 4, … 1,024 ticks on: the last is eight times the capacity and beyond, more than ghosts live to see.
 AGES = 12

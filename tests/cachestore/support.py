@@ -32,6 +32,7 @@ from cachestore.protocol import (
 )
 from cachestore.scheduler import Row
 from cachestore.sequence import Sequence as StoreSequence
+from policies.eviction import LeastRecentlyUsed, Order
 
 ALICE, BOB, CAROL = b"A" * 16, b"B" * 16, b"C" * 16
 GREEDY = Sampling(temperature=0)
@@ -225,6 +226,7 @@ class Harness:
         max_running: int = 8,
         max_context_tokens: int = 100_000,
         vocabulary_tokens: int = VOCABULARY_TOKENS,
+        make_order: Callable[[], Order] = LeastRecentlyUsed,
     ) -> None:
         self.remembering = RememberingRunner(block_tokens)
         self.clock = Clock()
@@ -242,6 +244,7 @@ class Harness:
             block_bytes=512,
             emit=self._take,
             clock_ns=self.clock,
+            make_order=make_order,
         )
         self.fenced: list[Fenced] = []
         self.flushed: list[Flushed] = []

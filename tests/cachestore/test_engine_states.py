@@ -7,6 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from policies.eviction import LeastRecentlyUsed, Order
+from policies.reuse import LearntReuse
 from tests.cachestore.support import ALICE, BOB, Answer, Harness, expected_answer
 
 ACCOUNTS = (ALICE, BOB)
@@ -19,9 +21,19 @@ PROMPTS = [[1] * shared + [word] * rest for shared in (0, 4, 8, 9) for word in (
 class EngineMachine(RuleBasedStateMachine):
     """`Harness` checks the engine after each call: its state, the order of events, and what every step reads."""
 
+    def make_order(self) -> Order:
+        return LeastRecentlyUsed()
+
     def __init__(self) -> None:
         super().__init__()
-        self.harness = Harness(blocks=14, block_tokens=4, step_tokens=12, max_running=4, max_context_tokens=48)
+        self.harness = Harness(
+            blocks=14,
+            block_tokens=4,
+            step_tokens=12,
+            max_running=4,
+            max_context_tokens=48,
+            make_order=self.make_order,
+        )
         self.epochs = dict.fromkeys(ACCOUNTS, 1)
         self.dropped: set[bytes] = set()
         self.revision = 0
@@ -168,6 +180,17 @@ class EngineMachine(RuleBasedStateMachine):
 # Well over 1,000 operations, with a check after each.
 TestEngineStates = EngineMachine.TestCase
 TestEngineStates.settings = settings(max_examples=300, stateful_step_count=60, derandomize=True, deadline=None)
+
+
+class ReuseEngineMachine(EngineMachine):
+    """The same, where it is learnt who gives way."""
+
+    def make_order(self) -> Order:
+        return LearntReuse(14)
+
+
+TestReuseEngineStates = ReuseEngineMachine.TestCase
+TestReuseEngineStates.settings = settings(TestEngineStates.settings, max_examples=60)
 
 
 @pytest.mark.once

@@ -55,7 +55,7 @@ def started(monkeypatch: pytest.MonkeyPatch, folder: Path, **chosen: Any) -> tup
     """What a store of a small model says of itself and computes with."""
     kept: list[Any] = []
 
-    async def serve(socket: Path, welcome: Welcome, runner: ModelRunner, layout: object) -> None:
+    async def serve(_: cli.StoreOptions, welcome: Welcome, runner: ModelRunner, layout: object) -> None:
         kept.extend((welcome, runner))
 
     monkeypatch.setattr(cli, "_serve", serve)

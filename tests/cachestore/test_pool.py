@@ -22,13 +22,13 @@ def cache_chain(pool: BlockPool, length: int, account: bytes = ALICE) -> list[in
     """A chain of named blocks that nobody holds."""
     blocks = pool.allocate(account, length)
     keys = [name_of(account, 1, word).key for word in range(length)]
-    assert pool.publish(account, 1, blocks, keys) == blocks
+    assert pool.publish(account, 1, blocks, keys, None) == blocks
     pool.release(account, blocks)
     return blocks
 
 
 def publish(pool: BlockPool, block: int, name: BlockName) -> int:
-    (kept,) = pool.publish(name.account, name.epoch, [block], [name.key])
+    (kept,) = pool.publish(name.account, name.epoch, [block], [name.key], None)
     return kept
 
 

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cachestore.blocks import BlockPool, OutOfBlocks
 from cachestore.index import BlockName, PrefixIndex
-from policies.eviction import AccountLimits
+from policies.eviction import AccountLimits, LeastRecentlyUsed, Order
+from policies.reuse import LearntReuse
 from tests.cachestore.support import ALICE, BOB, CAROL, assert_prefix_closed, chain_keys
 
 ACCOUNTS = (ALICE, BOB, CAROL)
@@ -39,11 +40,14 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = PrefixIndex()
-        self.pool = BlockPool(8, self.index)
+        self.pool = BlockPool(8, self.index, self.make_order)
         self.holders: list[Holder] = []
         self.parents: dict[bytes, bytes | None] = {}
         self.content: dict[int, BlockName] = {}
         self.dropped: set[bytes] = set()
+
+    def make_order(self) -> Order:
+        return LeastRecentlyUsed()
 
     @rule(account=st.sampled_from(ACCOUNTS), epoch=st.integers(1, 4), die=DIE)
     def raise_epoch(self, account: bytes, epoch: int, die: int) -> None:
@@ -98,12 +102,14 @@ class PoolMachine(RuleBasedStateMachine):
         holder = self.holders[choice % len(self.holders)]
         if not self.index.is_open(holder.account, holder.epoch):
             return
-        for position in range(holder.published, min(holder.published + count, len(holder.keys))):
-            name = BlockName(holder.account, holder.epoch, holder.keys[position])
-            block = holder.table[position]
-            (holder.table[position],) = self.pool.publish(name.account, name.epoch, [block], [name.key])
-            assert self.content[holder.table[position]] == name
-            holder.published += 1
+        begin, end = holder.published, min(holder.published + count, len(holder.keys))
+        parent = holder.table[begin - 1] if begin else None
+        holder.table[begin:end] = self.pool.publish(
+            holder.account, holder.epoch, holder.table[begin:end], holder.keys[begin:end], parent
+        )
+        for block, key in zip(holder.table[begin:end], holder.keys[begin:end], strict=True):
+            assert self.content[block] == BlockName(holder.account, holder.epoch, key)
+        holder.published = end
 
     @precondition(lambda self: self.holders)
     @rule(choice=st.integers(0, 99))
@@ -160,8 +166,9 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = self.pool.allocate(account, count)
         losses = {each: used - each.used for each, (used, _) in others.items()}
         for each, (used, cached) in others.items():
-            # Leaves first, from the cold end.
-            assert list(each.cached) == cached[losses[each] :]
+            if isinstance(each.cached, LeastRecentlyUsed):
+                # From the cold end.
+                assert list(each.cached) == cached[losses[each] :]
             assert each.used >= min(used, each.reserved)
             assert not (losses[each] and (each.limits.strict or mine.limits.strict))
         assert mine.used <= shares.cap(mine) or not len(mine.cached)
@@ -199,3 +206,14 @@ class PoolMachine(RuleBasedStateMachine):
 # Well over 1,000 operations, with a check after each.
 TestPoolStates = PoolMachine.TestCase
 TestPoolStates.settings = settings(max_examples=300, stateful_step_count=60, derandomize=True, deadline=None)
+
+
+class ReusePoolMachine(PoolMachine):
+    """The same, where it is learnt who gives way."""
+
+    def make_order(self) -> Order:
+        return LearntReuse(8)
+
+
+TestReusePoolStates = ReusePoolMachine.TestCase
+TestReusePoolStates.settings = settings(TestPoolStates.settings)

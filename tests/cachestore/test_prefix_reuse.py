@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from cachestore import cli
 from cachestore.batch import Batch
+from cachestore.engine import Engine
 from cachestore.model import ModelRunner
-from cachestore.protocol import KVDType, Limits, Sampling
+from cachestore.protocol import KVDType, Limits, Sampling, Welcome
 from cachestore.scheduler import Row
 from cachestore.sequence import Sequence as StoreSequence
+from gateway.cli import app
+from policies.eviction import LeastRecentlyUsed
+from policies.reuse import LearntReuse
 from tests.cachestore.conftest import MakeRunner
 from tests.cachestore.small_models import SIZES
 from tests.cachestore.support import ALICE, BOB, Harness
@@ -129,6 +134,34 @@ def test_b015_the_start_up_line_tells_the_smallest_prefix_that_is_reused(
     with caplog.at_level(logging.INFO, "saltern.store"):
         assert cli.run_store(options, "1.2.3") == 0
     assert "10 blocks of 64, the smallest prefix that is reused" in caplog.text
+
+
+@pytest.mark.parametrize(("chosen", "order"), [([], LeastRecentlyUsed), (["--eviction", "reuse"], LearntReuse)])
+def test_the_operator_chooses_which_cached_blocks_give_way(
+    default_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: list[str], order: type
+) -> None:
+    limits = Limits(blocks=10, max_context_tokens=160, max_running=1, step_tokens=1, vocabulary_tokens=1)
+    made: list[Engine] = []
+
+    class NoServer:
+        def __init__(self, _socket: Path, _welcome: Welcome, make_engine: Callable[[object], Engine]) -> None:
+            made.append(make_engine(None))
+
+        async def serve(self, _: object) -> None:
+            pass
+
+    monkeypatch.setattr(cli, "_load", lambda *_: (None, limits, 0))
+    monkeypatch.setattr(cli, "StoreServer", NoServer)
+    monkeypatch.setattr(cli, "check_socket", lambda _: None)
+    monkeypatch.setattr("gateway.cli._configure_logging", lambda _: None)
+    monkeypatch.setattr("gateway.cli._end", lambda status: status)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    sizes = ["--cache-memory", "64MiB", "--data-dir", str(tmp_path / "data")]
+    done = CliRunner().invoke(app, ["store", "--model", str(default_model), *sizes, *chosen])
+    assert (done.exit_code, done.exception) == (0, None)
+    (engine,) = made
+    assert type(engine.pool.shares.account(ALICE).cached) is order
+    assert type(engine.pool.shares.account(BOB).cached) is order
 
 
 def test_b017_layers_with_a_window_reuse_the_blocks_before_the_one_that_differs(
