@@ -62,7 +62,8 @@ class Saltern:
             assert not pool.short(account, table, needed)
             pool.share(account, table)
             table += pool.allocate(account, needed)
-            table[matched:] = pool.publish(account, epoch, table[matched:], keys[matched:])
+            parent = table[matched - 1] if matched else None
+            table[matched:] = pool.publish(account, epoch, table[matched:], keys[matched:], parent)
             pool.release(account, table)
 
     def clear(self) -> None:
