@@ -190,8 +190,9 @@ class BlockPool:
         if not bearers:
             order.publish(blocks, keys, parent)
             return list(blocks)
-        self.release(account, list(bearers))
+        # First, or they could give way to what limits ask for.
         self.share(account, list(bearers.values()))
+        self.release(account, list(bearers))
         kept = [bearers.get(block, block) for block in blocks]
         # Whatever has a name has ancestors that have: the taken names are the first ones.
         taken = len(bearers)

@@ -195,7 +195,10 @@ class Scheduler:
             # Where the limit was lowered below what they need, they go on to their end.
             if victim := choose_victim([each for each in own[1:] if self.may_fit(each)], self._over):
                 return victim
-        if self.pool.short(account, (), 1) and not self._reclaim(account, 1, False):
+        if self.pool.short(account, (), 1):
+            self._reclaim(account, 1, False)
+        # What was reclaimed may have gone to a reservation that was not yet wholly in force.
+        if self.pool.short(account, (), 1):
             # A lone sequence always fits: one that never could was rejected when it came.
             victim = choose_victim(self.running[1:], self._over)
             assert victim is not None
