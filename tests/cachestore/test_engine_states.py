@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from policies.eviction import LeastRecentlyUsed, Order
-from policies.reuse import LearntReuse
+from tests.cachestore.contrary import Contrary
 from tests.cachestore.support import ALICE, BOB, Answer, Harness, expected_answer
 
 ACCOUNTS = (ALICE, BOB)
@@ -183,10 +183,10 @@ TestEngineStates.settings = settings(max_examples=300, stateful_step_count=60, d
 
 
 class ReuseEngineMachine(EngineMachine):
-    """The same, where it is learnt who gives way."""
+    """The same, where it is learnt who gives way, and the wrong is learnt."""
 
     def make_order(self) -> Order:
-        return LearntReuse(14)
+        return Contrary(14)
 
 
 TestReuseEngineStates = ReuseEngineMachine.TestCase

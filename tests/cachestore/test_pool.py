@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 
 from cachestore.blocks import NO_BLOCK, BlockPool, OutOfBlocks, PoolError
 from cachestore.index import BlockName, PrefixIndex
+from policies.eviction import LeastRecentlyUsed, Order
+from policies.reuse import LearntReuse
 from tests.cachestore.support import ALICE, BOB, name_of
 
 
-def make_pool(total: int) -> BlockPool:
+def make_pool(total: int, make_order: Callable[[], Order] = LeastRecentlyUsed) -> BlockPool:
     index = PrefixIndex()
     for account in (ALICE, BOB):
         index.raise_epoch(account, 1)
-    return BlockPool(total, index)
+    return BlockPool(total, index, make_order)
 
 
 def cache_chain(pool: BlockPool, length: int, account: bytes = ALICE) -> list[int]:
@@ -233,3 +235,26 @@ def test_a_pool_without_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one block"):
         make_pool(0)
     assert make_pool(1).free == 1
+
+
+def test_a_fence_leaves_nothing_of_what_the_order_knew_of_names_held_or_cached() -> None:
+    pool = make_pool(6, lambda: LearntReuse(6))
+    cache_chain(pool, 6)
+    held = match(pool, 2)
+    pool.share(ALICE, held)
+    pool.release(BOB, pool.allocate(BOB, 1))
+    order = pool.shares.account(ALICE).cached
+    assert isinstance(order, LearntReuse)
+    assert order.ghosts == 1
+    pool.forget(ALICE, pool.index.raise_epoch(ALICE, 2))
+    assert (order.ghosts, len(order)) == (0, 0)
+    check(pool, [held])
+
+
+def test_a_child_needs_a_parent_that_has_its_name() -> None:
+    pool = make_pool(4)
+    parent, child = pool.allocate(ALICE, 2)
+    before = state(pool)
+    with pytest.raises(PoolError, match=f"block {parent} has no name: its child"):
+        pool.publish(ALICE, 1, [child], [name_of(ALICE, 1, 1).key], parent)
+    assert state(pool) == before

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cachestore.blocks import BlockPool, OutOfBlocks
 from cachestore.index import BlockName, PrefixIndex
 from policies.eviction import AccountLimits, LeastRecentlyUsed, Order
-from policies.reuse import LearntReuse
+from tests.cachestore.contrary import Contrary
 from tests.cachestore.support import ALICE, BOB, CAROL, assert_prefix_closed, chain_keys
 
 ACCOUNTS = (ALICE, BOB, CAROL)
@@ -209,10 +209,10 @@ TestPoolStates.settings = settings(max_examples=300, stateful_step_count=60, der
 
 
 class ReusePoolMachine(PoolMachine):
-    """The same, where it is learnt who gives way."""
+    """The same, where it is learnt who gives way, and the wrong is learnt."""
 
     def make_order(self) -> Order:
-        return LearntReuse(8)
+        return Contrary(8)
 
 
 TestReusePoolStates = ReusePoolMachine.TestCase
