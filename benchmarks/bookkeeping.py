@@ -23,6 +23,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.arguments import parse_rounds, rounds_parser
 from benchmarks.bookkeeping_sides import MEMORY_BLOCKS, SLICES
 from benchmarks.figures import Spread, table
 
@@ -104,14 +105,9 @@ def text(samples: dict[str, dict[str, list[float]]]) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = rounds_parser(__doc__, 15)
     parser.add_argument("--peer", metavar="PYTHON")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds} measures nothing: 1 at least")
-    return options
+    return parse_rounds(parser, arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,6 +27,7 @@ from dataclasses import asdict
 from pickle import dumps
 from typing import Any
 
+from benchmarks.arguments import parse_rounds, rounds_parser
 from benchmarks.figures import Spread, table
 from cachestore.protocol import LAYOUT_VERSION
 from gateway.prompt.align import name_blocks, u32le
@@ -111,13 +112,7 @@ def text(spreads: dict[str, dict[int, Spread]]) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds} measures nothing: 1 at least")
-    return options
+    return parse_rounds(rounds_parser(__doc__, 50), arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

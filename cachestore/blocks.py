@@ -18,6 +18,7 @@ After PagedAttention (Kwon et al., 2023); the prefix index is a hash table by bl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 from cachestore.index import PrefixIndex
 from policies.eviction import Account, AccountLimits, LeastRecentlyUsed, Order, Shares
@@ -235,7 +236,8 @@ class BlockPool:
             return
         blocks = self.shares.evict(victim, count)
         keys = self._keys
-        self.index.remove(victim.name, [keys[block] for block in blocks])  # type: ignore[misc]
+        # Whatever is cached has a name.
+        self.index.remove(victim.name, cast("list[bytes]", [keys[block] for block in blocks]))
         for block in blocks:
             keys[block] = None
         self._free += blocks

@@ -132,8 +132,11 @@ class Engine:
             if not self.scheduler.may_fit(sequence):
                 self._give_up(sequence)
 
-    def _open(self, account: bytes, epoch: int) -> None:
-        self.pool.forget(account, self.index.raise_epoch(account, epoch))
+    def _open(self, account: bytes, epoch: int) -> int:
+        """Everything older than the epoch leaves the index; answers how many blocks that were."""
+        dropped = self.index.raise_epoch(account, epoch)
+        self.pool.forget(account, dropped)
+        return len(dropped)
 
     def _give_up(self, sequence: Sequence) -> None:
         """A request that waits and can't fit any more; one that has begun ends with what it has."""
@@ -151,9 +154,8 @@ class Engine:
 
     def fence(self, connection: int, message: Fence) -> None:
         """Everything older than the epoch leaves the index; requests that run keep the blocks they hold."""
-        dropped = self.index.raise_epoch(message.account, message.epoch)
-        self.pool.forget(message.account, dropped)
-        self._emit(connection, self._fenced(message.account, message.epoch, len(dropped)))
+        blocks = self._open(message.account, message.epoch)
+        self._emit(connection, self._fenced(message.account, message.epoch, blocks))
 
     def drop_account(self, connection: int, message: DropAccount) -> None:
         """All of the account leaves the index and its requests are aborted; it never comes back."""

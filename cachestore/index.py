@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 # How many keys of a prompt are looked up at once, before the first that is missing ends it.
 _SLICE = 64
@@ -88,9 +88,9 @@ class PrefixIndex:
         for start in range(0, len(keys), _SLICE):
             blocks = list(map(known.blocks.get, keys[start : start + _SLICE]))
             if None in blocks:
-                found += blocks[: blocks.index(None)]  # type: ignore[arg-type]
+                found += cast("list[int]", blocks[: blocks.index(None)])
                 break
-            found += blocks  # type: ignore[arg-type]
+            found += cast("list[int]", blocks)
         return found
 
     def add(self, account: bytes, epoch: int, keys: Sequence[bytes], blocks: Sequence[int]) -> dict[int, int]:

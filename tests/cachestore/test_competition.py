@@ -90,7 +90,7 @@ class Arena:
         self._over = False
 
     def open(self, account: bytes, **limits: object) -> None:
-        self._client._send(OpenAccount(account=account, epoch=1, revision=1, **limits))  # type: ignore[arg-type]
+        self._client.open_account(OpenAccount(account=account, epoch=1, revision=1, **limits))  # type: ignore[arg-type]
 
     def backlog(self, account: bytes, requests: int, prompt_tokens: int, max_tokens: int) -> None:
         async def ask_again() -> None:
