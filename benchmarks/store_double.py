@@ -114,7 +114,7 @@ def _answer(submit: Submit) -> list[Message]:
         steps=submit.max_tokens,
     )
     return [
-        Started(request=submit.request, cached_tokens=0, miss_block=0, stamps=stamps),
+        Started(request=submit.request, cached_tokens=0, miss_block=0, miss_reason="cold", stamps=stamps),
         *[Tokens(entries=[(submit.request, [token], [])]) for token in said],
         Finished(request=submit.request, reason="length", stamps=stamps, counts=counts),
     ]
@@ -127,6 +127,8 @@ def _report(welcome: Welcome) -> StatsReport:
         free_blocks=welcome.limits.blocks,
         held_blocks=0,
         cached_blocks=0,
+        reserved_blocks=0,
+        missing_blocks=0,
         running=0,
         waiting=0,
         ended=0,
@@ -135,6 +137,7 @@ def _report(welcome: Welcome) -> StatsReport:
         computed_tokens=0,
         preemptions=0,
         evictions=0,
+        limit_evictions=0,
     )
 
 

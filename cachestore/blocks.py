@@ -17,11 +17,16 @@ After PagedAttention (Kwon et al., 2023); the prefix index is a hash table by bl
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import cast
 
-from cachestore.index import PrefixIndex
+from cachestore.index import BlockName, PrefixIndex
+from cachestore.protocol import MissReason
 from policies.eviction import Account, AccountLimits, LeastRecentlyUsed, Order, Shares
+from policies.ghosts import Ghosts
+from policies.lifetimes import Lifetimes
 
 # Fills the unused end of a block table. It is never a block, so handing it to the pool is an error.
 NO_BLOCK = -1
@@ -40,22 +45,35 @@ class BlockPool:
 
     Args:
         make_order: of the cached blocks of each account.
+
+    Attributes:
+        evictions: how many cached blocks gave way.
+        limit_evictions: those of them that did because their account may not have so many.
     """
 
     def __init__(
-        self, total: int, index: PrefixIndex, make_order: Callable[[], Order] = LeastRecentlyUsed
+        self,
+        total: int,
+        index: PrefixIndex,
+        make_order: Callable[[Lifetimes], Order] = LeastRecentlyUsed,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         if total < 1:
             raise ValueError(f"a pool needs at least one block, not {total}")
         self.total = total
         self.index = index
         self.evictions = 0
+        self.limit_evictions = 0
         self.cached = 0
-        self.shares = Shares(total, make_order)
+        self._lifetimes = Lifetimes(clock_ns)
+        self._ghosts = Ghosts(total)
+        self.shares = Shares(total, partial(make_order, self._lifetimes))
         # Popped from its end: low numbers first, and the block freed last is used first.
         self._free = list(range(total - 1, -1, -1))
         self._references = [0] * total
         self._keys: list[bytes | None] = [None] * total
+        # Of a named block: whether a block after it got a name as well.
+        self._is_parent = bytearray(total)
 
     @property
     def free(self) -> int:
@@ -88,6 +106,7 @@ class BlockPool:
     def set_limits(self, account: bytes, limits: AccountLimits) -> None:
         """From now on; cached blocks that they leave no room for are evicted."""
         self.shares.set_limits(self.shares.account(account), limits)
+        self._ghosts.separate(account, limits.max if limits.strict else None)
         self._evict_excess()
 
     def grow_reservations(self) -> None:
@@ -110,6 +129,7 @@ class BlockPool:
             )
         own, anybodys = shares.to_evict(owner, count)
         self._evict(owner, own)
+        self.limit_evictions += own
         shares.hold(owner, count - anybodys)
         taken = self._take(count - anybodys)
         for victim, blocks in shares.victims(owner, anybodys):
@@ -134,6 +154,10 @@ class BlockPool:
         if revived:
             self.shares.revive(self.shares.account(account), revived)
             self.cached -= len(revived)
+
+    def keep(self, blocks: Sequence[int], ttl_ns: int) -> None:
+        """Held blocks of a chain, from its head on, are wanted for so long from now: see `policies.lifetimes`."""
+        self._lifetimes.extend((block for block in blocks if self._keys[block] is not None), ttl_ns)
 
     def release(self, account: bytes, blocks: Sequence[int]) -> None:
         """One holder less for each block of a chain of the account, given from head to tail.
@@ -187,26 +211,32 @@ class BlockPool:
         for block, key in zip(blocks, keys, strict=True):
             if block not in bearers:
                 self._keys[block] = key
-        order = self.shares.account(account).cached
-        if not bearers:
-            order.publish(blocks, keys, parent)
-            return list(blocks)
-        # First, or they could give way to what limits ask for.
-        self.share(account, list(bearers.values()))
-        self.release(account, list(bearers))
-        kept = [bearers.get(block, block) for block in blocks]
+        kept = list(blocks)
+        if bearers:
+            # First, or they could give way to what limits ask for.
+            self.share(account, list(bearers.values()))
+            self.release(account, list(bearers))
+            kept = [bearers.get(block, block) for block in blocks]
         # Whatever has a name has ancestors that have: the taken names are the first ones.
         taken = len(bearers)
-        order.publish(kept[taken:], keys[taken:], kept[taken - 1])
+        new, before = kept[taken:], kept[taken - 1] if taken else parent
+        self.shares.account(account).cached.publish(new, keys[taken:], before)
+        if new and before is not None:
+            self._is_parent[before] = True
+        for block in new[:-1]:
+            self._is_parent[block] = True
         return kept
 
     def forget(self, account: bytes, blocks: Iterable[int]) -> None:
-        """Blocks of the account whose names have left the index: held ones lose the name, cached ones become free."""
+        """Blocks of the account whose names have left the index: held ones lose the name, cached ones become free.
+
+        Nor is remembered what gave way before.
+        """
+        self._ghosts.forget(account)
         unnamed = list(blocks)
         if not unnamed:
             return
-        for block in unnamed:
-            self._keys[block] = None
+        self._unname(unnamed)
         freed = [block for block in unnamed if not self._references[block]]
         self._free += freed
         self.cached -= len(freed)
@@ -216,9 +246,31 @@ class BlockPool:
     def flush(self, account: bytes) -> int:
         """Free all that the account has cached; answers how many blocks that were. What is held keeps its names."""
         owner = self.shares.account(account)
-        count = len(owner.cached)
-        self._evict(owner, count)
-        return count
+        self._ghosts.forget(account)
+        return len(self._free_cached(owner, len(owner.cached))[0])
+
+    def drop(self, account: bytes, blocks: Iterable[int]) -> None:
+        """The account is no more, once nobody holds a block of it; `blocks` as in `forget`."""
+        self.forget(account, blocks)
+        self._ghosts.separate(account, None)
+        self.shares.forget(self.shares.account(account))
+
+    def miss(
+        self, account: bytes, epoch: int, keys: Sequence[bytes], matched: Sequence[int]
+    ) -> tuple[int, MissReason] | None:
+        """Position and reason of the first of a chain's keys that is not indexed; None: all are.
+
+        Args:
+            matched: the blocks of the keys before it.
+        """
+        at = len(matched)
+        if at == len(keys) or self.index.get(BlockName(account, epoch, keys[at])) is not None:
+            return None
+        if not self.index.is_open(account, epoch):
+            return at, "not_stored"
+        if ghost := self._ghosts.recall(account, keys[at]):
+            return at, ghost
+        return at, "diverged" if matched and self._is_parent[matched[-1]] else "cold"
 
     def _take(self, count: int) -> list[int]:
         """Free blocks, held once from now on."""
@@ -234,19 +286,35 @@ class BlockPool:
     def _evict(self, victim: Account, count: int) -> None:
         if not count:
             return
-        blocks = self.shares.evict(victim, count)
-        keys = self._keys
+        keys, expired = self._free_cached(victim, count)
+        self._ghosts.remember(victim.name, keys, expired)
+        victim.evictions += count
+        self.evictions += count
+
+    def _free_cached(self, account: Account, count: int) -> tuple[list[bytes], list[bytes]]:
+        """So many that give way first; answers their keys, and the keys of those whose lifetime was over."""
+        blocks = self.shares.evict(account, count)
         # Whatever is cached has a name.
-        self.index.remove(victim.name, cast("list[bytes]", [keys[block] for block in blocks]))
-        for block in blocks:
-            keys[block] = None
+        keys = cast("list[bytes]", [self._keys[block] for block in blocks])
+        over = self._lifetimes.over(blocks) if len(self._lifetimes) else ()
+        expired = [key for block, key in zip(blocks, keys, strict=True) if block in over] if over else []
+        self.index.remove(account.name, keys)
+        self._unname(blocks)
         self._free += blocks
         self.cached -= count
-        self.evictions += count
+        return keys, expired
+
+    def _unname(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self._keys[block] = None
+            self._is_parent[block] = False
+        if len(self._lifetimes):
+            self._lifetimes.forget(blocks)
 
     def _evict_excess(self) -> None:
         for victim, count in self.shares.excess():
             self._evict(victim, count)
+            self.limit_evictions += count
 
     def check(self, tables: Iterable[tuple[bytes, Sequence[int]]]) -> None:
         """Raise AssertionError unless pool, index, shares and the block tables of all holders agree. For tests.

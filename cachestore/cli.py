@@ -63,6 +63,7 @@ class StoreOptions:
     max_running: int | None = None
     step_tokens: int | None = None
     eviction: Literal["lru", "reuse"] = "lru"
+    prefix_cache: bool = True
     threads: int | None = None
     life_descriptor: int | None = None
 
@@ -313,6 +314,7 @@ async def _serve(options: StoreOptions, welcome: Welcome, runner: ModelRunner, l
             emit=emit,
             clock_ns=time.monotonic_ns,
             make_order=partial(ORDERS[options.eviction], welcome.limits.blocks),
+            prefix_cache=options.prefix_cache,
         ),
     )
     await server.serve(stopped)

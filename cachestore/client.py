@@ -40,6 +40,8 @@ from cachestore.protocol import (
     OpenAccount,
     Ping,
     Pong,
+    Probe,
+    ProbeResult,
     ProtocolError,
     Refused,
     Rejected,
@@ -207,6 +209,7 @@ class StoreClient:
         sampling: Sampling,
         max_tokens: int,
         queue_deadline_ns: int,
+        ttl_seconds: int = 0,
     ) -> StoreRequest:
         """Start a request; opens the account at that epoch first where this connection has not.
 
@@ -228,6 +231,7 @@ class StoreClient:
                 sampling=sampling,
                 max_tokens=max_tokens,
                 queue_deadline_ns=queue_deadline_ns,
+                ttl_seconds=ttl_seconds,
             )
         )
         self._requests[number] = request
@@ -257,6 +261,10 @@ class StoreClient:
     async def flush(self, account: bytes) -> Flushed:
         """Make all that is cached of the account unreachable. Raises StoreLost when no answer came."""
         return await self._ask(Flush(account=account), Flushed, account)
+
+    async def probe(self, account: bytes, epoch: int, keys: list[bytes]) -> ProbeResult:
+        """What a prompt with these keys would find now. Raises StoreLost when no answer came."""
+        return await self._ask(Probe(account=account, epoch=epoch, keys=b"".join(keys)), ProbeResult, account, epoch)
 
     async def stats(self) -> StatsReport:
         """Raises StoreLost when no answer came."""
@@ -324,7 +332,7 @@ class StoreClient:
                     request.put(message)
                     if isinstance(message, Rejected):
                         self.forget(message.request)
-            case Fenced():
+            case Fenced() | ProbeResult():
                 self._answer(message, message.account, message.epoch)
             case Flushed() | AccountReport():
                 self._answer(message, message.account)

@@ -34,6 +34,8 @@ from cachestore.protocol import (
     Limits,
     Message,
     OpenAccount,
+    Probe,
+    ProbeResult,
     ProtocolError,
     Rejected,
     Seal,
@@ -46,6 +48,7 @@ from cachestore.protocol import (
 from cachestore.scheduler import Row, Scheduler, StepPlan
 from cachestore.sequence import Phase, Sequence, split_keys
 from policies.eviction import AccountLimits, LeastRecentlyUsed, Order
+from policies.lifetimes import Lifetimes
 
 log = logging.getLogger("saltern.store")
 
@@ -83,14 +86,15 @@ class Engine:
         block_bytes: int,
         emit: Callable[[int, Message], None],
         clock_ns: Callable[[], int],
-        make_order: Callable[[], Order] = LeastRecentlyUsed,
+        make_order: Callable[[Lifetimes], Order] = LeastRecentlyUsed,
+        prefix_cache: bool = True,
     ) -> None:
         self.runner = runner
         self.limits = limits
         self.block_tokens = block_tokens
         self.block_bytes = block_bytes
-        self.index = PrefixIndex()
-        self.pool = BlockPool(limits.blocks, self.index, make_order)
+        self.index = PrefixIndex(takes_names=prefix_cache)
+        self.pool = BlockPool(limits.blocks, self.index, make_order, clock_ns)
         self.scheduler = Scheduler(
             self.pool,
             block_tokens=block_tokens,
@@ -134,8 +138,10 @@ class Engine:
 
     def _open(self, account: bytes, epoch: int) -> int:
         """Everything older than the epoch leaves the index; answers how many blocks that were."""
+        before = self.index.epoch(account)
         dropped = self.index.raise_epoch(account, epoch)
-        self.pool.forget(account, dropped)
+        if self.index.epoch(account) != before:
+            self.pool.forget(account, dropped)
         return len(dropped)
 
     def _give_up(self, sequence: Sequence) -> None:
@@ -162,8 +168,7 @@ class Engine:
         for sequence in [s for s in self._sequences.values() if s.account == message.account]:
             self._abort(sequence)
         dropped = self.index.drop(message.account)
-        self.pool.forget(message.account, dropped)
-        self.pool.shares.forget(self.pool.shares.account(message.account))
+        self.pool.drop(message.account, dropped)
         for each in (self._revisions, self._hit_tokens, self._miss_tokens):
             each.pop(message.account, None)
         self._emit(connection, self._fenced(message.account, None, len(dropped)))
@@ -258,6 +263,22 @@ class Engine:
             self._abort(sequence)
             self._release_ended(sequence)
 
+    def probe(self, connection: int, message: Probe) -> None:
+        """Raises ProtocolError for what is no list of keys."""
+        if len(message.keys) % KEY_BYTES:
+            raise ProtocolError(f"{len(message.keys)} bytes are no list of {KEY_BYTES}-byte keys")
+        keys = split_keys(message.keys)
+        found = self.index.match(message.account, message.epoch, keys)
+        miss_block, miss_reason = self.pool.miss(message.account, message.epoch, keys, found) or (None, None)
+        result = ProbeResult(
+            account=message.account,
+            epoch=message.epoch,
+            device_blocks=len(found),
+            miss_block=miss_block,
+            miss_reason=miss_reason,
+        )
+        self._emit(connection, result)
+
     def stats(self, *, pushed: bool) -> StatsReport:
         return StatsReport(
             pushed=pushed,
@@ -265,6 +286,8 @@ class Engine:
             free_blocks=self.pool.free,
             held_blocks=self.pool.held,
             cached_blocks=self.pool.cached,
+            reserved_blocks=self.pool.shares.reserved,
+            missing_blocks=self.pool.shares.missing,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.queued),
             ended=len(self._ended),
@@ -273,6 +296,7 @@ class Engine:
             computed_tokens=self.computed_tokens,
             preemptions=self.scheduler.preemptions,
             evictions=self.pool.evictions,
+            limit_evictions=self.pool.limit_evictions,
         )
 
     def account_report(self, account: bytes) -> AccountReport:
@@ -283,6 +307,7 @@ class Engine:
             account=account,
             held_blocks=share.held,
             cached_blocks=len(share.cached),
+            bytes=share.used * self.block_bytes,
             reserved_blocks=share.reserved,
             max_blocks=share.limits.max,
             hit_tokens=self._hit_tokens[account],
@@ -353,11 +378,12 @@ class Engine:
             sequence.cached_tokens = sequence.computed_tokens
             self._hit_tokens[sequence.account] += sequence.cached_tokens
             self._miss_tokens[sequence.account] += sequence.prompt_tokens - sequence.cached_tokens
-            full = sequence.prompt_tokens // self.block_tokens
+            miss_block, miss_reason = sequence.miss or (None, None)
             started = Started(
                 request=sequence.request,
                 cached_tokens=sequence.cached_tokens,
-                miss_block=sequence.adopted_blocks if sequence.adopted_blocks < full else None,
+                miss_block=miss_block,
+                miss_reason=miss_reason,
                 stamps=sequence.stamps,
             )
             self._emit(sequence.connection, started)
@@ -438,6 +464,8 @@ class Engine:
         self._emit(sequence.connection, finished)
 
     def _release_ended(self, sequence: Sequence) -> None:
+        if sequence.ttl_ns:
+            self.pool.keep(sequence.table, sequence.ttl_ns)
         self.pool.release(sequence.account, sequence.table)
         sequence.table = []
         del self._ended[sequence.connection, sequence.request]

@@ -17,6 +17,7 @@ from cachestore.protocol import (
     Flush,
     Message,
     OpenAccount,
+    Probe,
     ProtocolError,
     Seal,
     Stats,
@@ -160,6 +161,8 @@ class EngineThread:
                     self.engine.drop_account(connection, message)
                 case Flush():
                     self.engine.flush(connection, message)
+                case Probe():
+                    self.engine.probe(connection, message)
                 case Stats(account=None):
                     self._outbox.append((connection, self.engine.stats(pushed=False)))
                 case Stats(account=bytes() as account):

@@ -27,9 +27,14 @@ class _Account:
 
 
 class PrefixIndex:
-    """The names of all blocks that can be reused. Owns no block: the pool adds and removes names."""
+    """The names of all blocks that can be reused. Owns no block: the pool adds and removes names.
 
-    def __init__(self) -> None:
+    Args:
+        takes_names: False: no account is ever open, so nothing is reused.
+    """
+
+    def __init__(self, *, takes_names: bool = True) -> None:
+        self._takes_names = takes_names
         self._accounts: dict[bytes, _Account] = {}
         # Accounts that were dropped: a message on its way must not bring one back.
         self._tombstones: set[bytes] = set()
@@ -48,7 +53,8 @@ class PrefixIndex:
         return known.epoch if known else None
 
     def is_open(self, account: bytes, epoch: int) -> bool:
-        return self.epoch(account) == epoch
+        """Whether names of the account are taken at that epoch."""
+        return self._takes_names and self.epoch(account) == epoch
 
     def raise_epoch(self, account: bytes, epoch: int) -> list[int]:
         """Open the account at `epoch` or a higher one it already has.

@@ -6,7 +6,7 @@ the limit are refused before anything is allocated for them; they cost the peer 
 Blocks are named by 32-byte keys that only a tenant's secret can produce. The store sees accounts (16 opaque
 bytes), epochs, keys and tokens; it never sees a salt, a tenant's name, HTTP or SQL.
 
-Not in this version: host limits, `ttl` and `Probe`.
+Not in this version: host limits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-PROTOCOL = 3
+PROTOCOL = 4
 KEY_VERSION = 1
 LAYOUT_VERSION = 1
 
@@ -30,6 +30,7 @@ TOKEN_BYTES = 4
 MAX_FRAME_TO_STORE_BYTES = 16 << 20
 MAX_FRAME_TO_GATEWAY_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 8 << 20
+MAX_TTL_SECONDS = 24 * 60 * 60
 PING_INTERVAL_SECONDS = 1.0
 # So that what a stalled peer held is free within five seconds, the step that runs included.
 SILENCE_LIMIT_SECONDS = 4.5
@@ -38,6 +39,9 @@ Account = Annotated[bytes, Meta(min_length=ACCOUNT_BYTES, max_length=ACCOUNT_BYT
 RequestId = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Epoch = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+#: A block that is not there: nothing went on from here (`cold`), something else did (`diverged`), it gave way, and when
+#: it did its lifetime was over (`expired`) or it had none or a lasting one (`evicted`), or nothing is stored at all.
+MissReason = Literal["cold", "diverged", "evicted", "expired", "not_stored"]
 DType = Literal["fp32", "bf16", "fp16"]
 KVDType = Literal[DType, "int8", "fp8"]
 
@@ -197,6 +201,8 @@ class Submit(Message, frozen=True, kw_only=True):
         keys: 32 bytes per full block of the prompt, in order.
         max_tokens: output cap, at least 1.
         queue_deadline_ns: CLOCK_MONOTONIC after which a request that still waits is rejected.
+        ttl_seconds: so long after its end all its blocks give way after those of the account that are not wanted; 0
+            for no such wish. It protects from no need of anybody.
     """
 
     request: RequestId
@@ -207,6 +213,7 @@ class Submit(Message, frozen=True, kw_only=True):
     sampling: Sampling
     max_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
     queue_deadline_ns: Count
+    ttl_seconds: Annotated[int, Meta(ge=0, le=MAX_TTL_SECONDS)] = 0
 
 
 class Seal(Message, frozen=True, kw_only=True):
@@ -222,6 +229,14 @@ class Abort(Message, frozen=True, kw_only=True):
     """Stop now; answered by `Finished{reason: aborted}`. Unknown requests are ignored."""
 
     request: RequestId
+
+
+class Probe(Message, frozen=True, kw_only=True):
+    """Ask what a prompt with these keys, 32 bytes each, would find. Changes nothing, recency included."""
+
+    account: Account
+    epoch: Epoch
+    keys: bytes
 
 
 class Stats(Message, frozen=True, kw_only=True):
@@ -266,11 +281,17 @@ class Refused(Message, frozen=True, kw_only=True):
 
 
 class Started(Message, frozen=True, kw_only=True):
-    """Admitted, once; a later preemption is only counted. `miss_block`: index of the first block that was not found."""
+    """Admitted, once; a later preemption is only counted.
+
+    Attributes:
+        miss_block: index of the first full block of the prompt that was not found; None: all were.
+        miss_reason: why it was not.
+    """
 
     request: RequestId
     cached_tokens: Count
     miss_block: Count | None
+    miss_reason: MissReason | None
     stamps: Stamps
 
 
@@ -309,13 +330,24 @@ class Fenced(Message, frozen=True, kw_only=True):
 
 
 class StatsReport(Message, frozen=True, kw_only=True):
-    """The state of the pool and the engine; `pushed` when nobody asked for it. `step_ns`: time spent in `steps`."""
+    """The state of the pool and the engine.
+
+    Attributes:
+        pushed: nobody asked for it.
+        reserved_blocks: of all reservations, as far as they are in force.
+        missing_blocks: what reservations lack to be wholly in force.
+        step_ns: time spent in `steps`.
+        evictions: cached blocks that gave way.
+        limit_evictions: those of them that did because their account may not have so many.
+    """
 
     pushed: bool
     total_blocks: Count
     free_blocks: Count
     held_blocks: Count
     cached_blocks: Count
+    reserved_blocks: Count
+    missing_blocks: Count
     running: Count
     waiting: Count
     ended: Count
@@ -324,6 +356,7 @@ class StatsReport(Message, frozen=True, kw_only=True):
     computed_tokens: Count
     preemptions: Count
     evictions: Count
+    limit_evictions: Count
 
 
 class Flushed(Message, frozen=True, kw_only=True):
@@ -335,14 +368,18 @@ class Flushed(Message, frozen=True, kw_only=True):
 
 
 class AccountReport(Message, frozen=True, kw_only=True):
-    """What an account has; all zero for an unknown one. `reserved_blocks`: as far as the reservation is in force.
+    """What an account has; all zero for an unknown one.
 
-    `hit_tokens`, `miss_tokens`: of the prompts of all its requests that were admitted.
+    Attributes:
+        bytes: of the held and the cached blocks.
+        reserved_blocks: as far as the reservation is in force.
+        hit_tokens, miss_tokens: of the prompts of all its requests that were admitted.
     """
 
     account: Account
     held_blocks: Count = 0
     cached_blocks: Count = 0
+    bytes: Count = 0
     reserved_blocks: Count = 0
     max_blocks: Count | None = None
     hit_tokens: Count = 0
@@ -350,11 +387,35 @@ class AccountReport(Message, frozen=True, kw_only=True):
     evictions: Count = 0
 
 
+class ProbeResult(Message, frozen=True, kw_only=True):
+    """What was found of a `Probe`'s blocks, from the first on; `miss_block`, `miss_reason`: as in `Started`."""
+
+    account: Account
+    epoch: Epoch
+    device_blocks: Count
+    miss_block: Count | None
+    miss_reason: MissReason | None
+
+
 class Drained(Message, frozen=True, kw_only=True):
     pass
 
 
-ToStore = Hello | OpenAccount | Fence | DropAccount | Flush | Submit | Seal | Abort | Stats | Drain | Ping | Pong
+ToStore = (
+    Hello
+    | OpenAccount
+    | Fence
+    | DropAccount
+    | Flush
+    | Submit
+    | Seal
+    | Abort
+    | Probe
+    | Stats
+    | Drain
+    | Ping
+    | Pong
+)
 ToGateway = (
     Welcome
     | Refused
@@ -366,6 +427,7 @@ ToGateway = (
     | Flushed
     | StatsReport
     | AccountReport
+    | ProbeResult
     | Drained
     | Ping
     | Pong

@@ -214,7 +214,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.pool.release(sequence.account, sequence.table)
         sequence.table = []
-        sequence.computed_tokens = sequence.published_blocks = sequence.adopted_blocks = 0
+        sequence.computed_tokens = sequence.published_blocks = 0
         sequence.preemptions += 1
         sequence.phase = Phase.WAITING
         self.preemptions += 1
@@ -241,9 +241,11 @@ class Scheduler:
                 # What was matched may be among what limits no longer left room for.
                 continue
             self.waiting.remove(sequence)
+            if not sequence.started_ns:
+                sequence.miss = self.pool.miss(account, sequence.epoch, sequence.keys, matched)
             self.pool.share(account, matched)
             sequence.table = matched + self.pool.allocate(account, needed)
-            sequence.adopted_blocks = sequence.published_blocks = len(matched)
+            sequence.published_blocks = len(matched)
             sequence.computed_tokens = len(matched) * self.block_tokens
             sequence.phase = Phase.RUNNING
             self.running.append(sequence)

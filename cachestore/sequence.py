@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cachestore.protocol import KEY_BYTES, Counts, Sampling, Stamps, Submit
+from cachestore.protocol import KEY_BYTES, Counts, MissReason, Sampling, Stamps, Submit
 
 
 class Phase(Enum):
@@ -27,6 +27,7 @@ class Sequence:
         table: its block numbers, in order.
         computed_tokens: how many leading tokens have their KV in the blocks of `table`.
         published_blocks: how many leading blocks of `table` bear their names.
+        miss: position and reason of the first full block of the prompt that was not found when it was admitted.
     """
 
     connection: int
@@ -42,11 +43,12 @@ class Sequence:
     max_tokens: int
     queue_deadline_ns: int
     queued_ns: int
+    ttl_ns: int = 0
     phase: Phase = Phase.WAITING
     table: list[int] = field(default_factory=list)
     computed_tokens: int = 0
     published_blocks: int = 0
-    adopted_blocks: int = 0
+    miss: tuple[int, MissReason] | None = None
     cached_tokens: int = 0
     written_blocks: int = 0
     written_until_block: int = 0
@@ -74,6 +76,7 @@ class Sequence:
             stop_token_ids=frozenset(submit.sampling.stop_token_ids),
             max_tokens=submit.max_tokens,
             queue_deadline_ns=submit.queue_deadline_ns,
+            ttl_ns=submit.ttl_seconds * 1_000_000_000,
             queued_ns=now_ns,
         )
 

@@ -82,6 +82,9 @@ def gateway_only(options: GatewayOptions) -> None:
 class StoreProcessOptions(StoreOptions):
     """Of a store that may have been started by a gateway."""
 
+    prefix_cache: Annotated[
+        bool, typer.Option(envvar="SALTERN_PREFIX_CACHE", help="Without it nothing is reused: for measurements.")
+    ] = True
     life_descriptor: Annotated[int | None, typer.Option(hidden=True)] = None
 
 
@@ -107,6 +110,7 @@ def store(options: StoreProcessOptions) -> None:
             max_running=options.max_running,
             step_tokens=options.step_tokens,
             eviction=options.eviction,
+            prefix_cache=options.prefix_cache,
             threads=options.threads,
             life_descriptor=options.life_descriptor,
         )

@@ -21,8 +21,10 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Protocol
+
+from policies.lifetimes import Kept, Lifetimes
 
 
 class Order(Protocol):
@@ -49,41 +51,71 @@ class Order(Protocol):
 
 
 class LeastRecentlyUsed:
-    """The order of last use.
+    """The order of last use, of blocks whose lifetime lasts after all others.
 
     A block enters when its last holder lets go of it and leaves when somebody takes it up again, so the order of entry
     is the order of last use. Holders let go of a chain from tail to head: the list is leaves-first by construction, and
-    taking its head never cuts a chain in two.
+    taking its head never cuts a chain in two. A block whose lifetime has ended gives way as if it never had one.
     """
 
-    def __init__(self) -> None:
-        self._order: OrderedDict[int, None] = OrderedDict()
+    def __init__(self, lifetimes: Lifetimes) -> None:
+        self._lifetimes = lifetimes
+        # With the number of the `add` that they came with.
+        self._order: OrderedDict[int, int] = OrderedDict()
+        self._kept = Kept(lifetimes)
+        self._adds = 0
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._order) + len(self._kept)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._order)
+        return chain(self._order, self._kept)
 
     def publish(self, blocks: Sequence[int], keys: Sequence[bytes], parent: int | None) -> None:
         """Names say nothing about when a block was used."""
 
     def add(self, blocks: Sequence[int]) -> None:
+        self._adds += 1
         # `update` of an OrderedDict takes four times as long.
-        order = self._order
-        for block in blocks:
-            order[block] = None
+        order, number = self._order, self._adds
+        lasting = self._lifetimes.lasting(blocks) if len(self._lifetimes) else ()
+        for position, block in enumerate(blocks):
+            if block in lasting:
+                self._kept.add(block, (number, position))
+            else:
+                order[block] = number
 
     def remove(self, blocks: Sequence[int]) -> None:
         """Raises KeyError for a block that is not in the list."""
         for block in blocks:
-            del self._order[block]
+            if block in self._kept:
+                self._kept.remove(block)
+            else:
+                del self._order[block]
 
     def forget(self, blocks: Sequence[int]) -> None:
         for block in blocks:
-            self._order.pop(block, None)
+            if block in self._kept:
+                self._kept.remove(block)
+            else:
+                self._order.pop(block, None)
 
     def pop(self, count: int) -> list[int]:
+        if not len(self._kept):
+            return self._pop_oldest(count)
+        victims: list[int] = []
+        while len(self) and len(victims) < count:
+            over = self._kept.oldest_over()
+            # Blocks of one `add` have lifetimes from the head on: those that have none are its tail.
+            if over and (not self._order or over[0] < next(iter(self._order.values()))):
+                victims.append(self._kept.pop_over())
+            elif self._order:
+                victims += self._pop_oldest(1)
+            else:
+                victims.append(self._kept.pop_lasting())
+        return victims
+
+    def _pop_oldest(self, count: int) -> list[int]:
         victims = list(islice(self._order, count))
         for block in victims:
             del self._order[block]
@@ -115,7 +147,7 @@ class Account:
         reserved: what of `limits.reserved` is in force.
         held: blocks that requests refer to.
         cached: the others, in the order in which they give way.
-        evictions: how many gave way.
+        evictions: how many gave way; whoever evicts counts them.
     """
 
     __slots__ = ("_entry", "_number", "cached", "evictions", "held", "limits", "name", "reserved")
@@ -157,7 +189,7 @@ class Shares:
         make_order: for the cached blocks of an account.
     """
 
-    def __init__(self, total: int, make_order: Callable[[], Order] = LeastRecentlyUsed) -> None:
+    def __init__(self, total: int, make_order: Callable[[], Order]) -> None:
         self.total = total
         #: Σ of what is reserved and in force.
         self.reserved = 0
@@ -185,6 +217,11 @@ class Shares:
 
     def __iter__(self) -> Iterator[Account]:
         return iter(self._accounts.values())
+
+    @property
+    def missing(self) -> int:
+        """What reservations lack to be wholly in force."""
+        return sum(account.limits.reserved - account.reserved for account in self._growing)
 
     # --- limits
 
@@ -352,7 +389,6 @@ class Shares:
         """The so many cached ones of it that give way now, and are free."""
         self._count(account, -1)
         victims = account.cached.pop(blocks)
-        account.evictions += len(victims)
         self._count(account, 1)
         return victims
 

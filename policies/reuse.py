@@ -24,8 +24,9 @@ from itertools import pairwise
 from math import expm1
 
 from policies.eviction import LeastRecentlyUsed, Order
+from policies.ghosts import GHOSTS_PER_BLOCK
+from policies.lifetimes import Kept, Lifetimes
 
-GHOSTS_PER_BLOCK = 4
 # A tick is the time in which so large a part of the capacity is let go: an account with a hundredth of the pool sees
 # its blocks grow old, too.
 TICKS_PER_CAPACITY = 128
@@ -94,13 +95,16 @@ class LearntReuse:
         ValueError: `capacity` is less than 1.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, lifetimes: Lifetimes) -> None:
         if capacity < 1:
             raise ValueError(f"a cache holds at least one block, not {capacity}")
         self._adds_per_tick = max(1, capacity // TICKS_PER_CAPACITY)
         self._adds = 0
         self._tick = 0
         self._cached = 0
+        self._lifetimes = lifetimes
+        # They grow old as the others do, and are not offered as long as their lifetimes last.
+        self._kept = Kept(lifetimes)
         self._named: dict[int, _Named] = {}
         self._ghosts: OrderedDict[bytes, _Named] = OrderedDict()
         # By class, from when it is first met on: a row with a column for each age, and the cohorts by tick, until they
@@ -138,6 +142,7 @@ class LearntReuse:
 
     def add(self, blocks: Sequence[int]) -> None:
         """Raises KeyError for a block without a name."""
+        lasting = self._lifetimes.lasting(blocks) if len(self._lifetimes) else ()
         for block in blocks:
             named = self._named[block]
             self._adds += 1
@@ -147,7 +152,9 @@ class LearntReuse:
             cohort.known += 1
             cohort.cell.known += 1
             self._cached += 1
-            if not named.children:
+            if block in lasting:
+                self._kept.add(block, (self._adds, 0))
+            elif not named.children:
                 self._offer(named, first=False)
 
     def remove(self, blocks: Sequence[int]) -> None:
@@ -170,9 +177,13 @@ class LearntReuse:
 
     def pop(self, count: int) -> list[int]:
         victims = []
+        while len(self._kept) and self._kept.oldest_over():
+            named = self._named[self._kept.pop_over()]
+            if not named.children:
+                self._offer(named, first=False)
         for _ in range(min(count, self._cached)):
-            cell = next(cell for cell in self._ranked if cell.cohorts)
-            block = next(iter(next(iter(cell.cohorts.values())).leaves))
+            cell = next((cell for cell in self._ranked if cell.cohorts), None)
+            block = next(iter(next(iter(cell.cohorts.values())).leaves)) if cell else self._kept.pop_lasting()
             named = self._named.pop(block)
             self._withdraw(named)
             self._orphan(named)
@@ -198,7 +209,9 @@ class LearntReuse:
         block, cohort = named.block, named.cohort
         if cohort is None:
             raise KeyError(f"block {block} is held")
-        if not named.children:
+        if block in self._kept:
+            self._kept.remove(block)
+        elif block in cohort.leaves:
             del cohort.leaves[block]
             if not cohort.leaves:
                 del cohort.cell.cohorts[cohort.tick]
@@ -226,7 +239,7 @@ class LearntReuse:
         parent, named.parent = named.parent, None
         if parent is not None:
             parent.children -= 1
-            if not parent.children and parent.cohort is not None:
+            if not parent.children and parent.cohort is not None and parent.block not in self._kept:
                 self._offer(parent, first=True)
 
     @staticmethod
@@ -290,5 +303,8 @@ class LearntReuse:
         return sorted((cell for cells in self._table.values() for cell in cells), key=lambda cell: cell.index)
 
 
-#: The strategies by their names in options, each for a pool of so many blocks.
-ORDERS: Mapping[str, Callable[[int], Order]] = {"lru": lambda _: LeastRecentlyUsed(), "reuse": LearntReuse}
+#: The strategies by their names in options, each for a pool of so many blocks and their lifetimes.
+ORDERS: Mapping[str, Callable[[int, Lifetimes], Order]] = {
+    "lru": lambda _, lifetimes: LeastRecentlyUsed(lifetimes),
+    "reuse": LearntReuse,
+}

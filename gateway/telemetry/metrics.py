@@ -140,7 +140,13 @@ def observe_gateway(
             (last.waiting, {names.REQUEST_STATE: "waiting"}),
         ),
     )
-    counter(names.EVICTIONS, lambda: [(totals().evictions, _TIER | {names.EVICTION_CAUSE: "capacity"})])
+    counter(
+        names.EVICTIONS,
+        lambda: [
+            (totals().evictions - totals().limit_evictions, _TIER | {names.EVICTION_CAUSE: "capacity"}),
+            (totals().limit_evictions, _TIER | {names.EVICTION_CAUSE: "limit"}),
+        ],
+    )
     counter(names.STORE_STEPS, lambda: [(totals().steps, {})])
     counter(names.STORE_STEP_TIME, lambda: [(totals().step_ns / 1e9, {})])
     counter(names.STORE_PREEMPTIONS, lambda: [(totals().preemptions, {})])

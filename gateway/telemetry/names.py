@@ -107,7 +107,9 @@ TIER = Attribute("saltern.cache.tier", "string", "device")
 OUTCOME = Attribute("saltern.outcome", "string", "of a request: finished, aborted, refused or failed")
 CACHE_OUTCOME = Attribute("saltern.cache.outcome", "string", "of a prompt token: hit or miss")
 BLOCK_STATE = Attribute("saltern.cache.state", "string", "free, held or cached")
-EVICTION_CAUSE = Attribute("saltern.cache.cause", "string", "capacity: another request needed the block")
+EVICTION_CAUSE = Attribute(
+    "saltern.cache.cause", "string", "capacity: the block was needed; limit: its tenant may not have so many"
+)
 REQUEST_STATE = Attribute("saltern.store.state", "string", "running or waiting")
 PURPOSE = Attribute("saltern.secret.purpose", "string", "what the secret is for: salt, offload_key or apikey-pepper")
 QUOTA_SCOPE = Attribute("saltern.quota.scope", "string", "whose limit refused a request: tenant or key")

@@ -13,6 +13,7 @@ class Totals:
     step_ns: int = 0
     preemptions: int = 0
     evictions: int = 0
+    limit_evictions: int = 0
 
 
 class StoreTotals:

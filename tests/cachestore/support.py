@@ -33,6 +33,7 @@ from cachestore.protocol import (
 from cachestore.scheduler import Row
 from cachestore.sequence import Sequence as StoreSequence
 from policies.eviction import LeastRecentlyUsed, Order
+from policies.lifetimes import Lifetimes
 
 ALICE, BOB, CAROL = b"A" * 16, b"B" * 16, b"C" * 16
 GREEDY = Sampling(temperature=0)
@@ -226,7 +227,7 @@ class Harness:
         max_running: int = 8,
         max_context_tokens: int = 100_000,
         vocabulary_tokens: int = VOCABULARY_TOKENS,
-        make_order: Callable[[], Order] = LeastRecentlyUsed,
+        make_order: Callable[[Lifetimes], Order] = LeastRecentlyUsed,
     ) -> None:
         self.remembering = RememberingRunner(block_tokens)
         self.clock = Clock()
@@ -267,6 +268,7 @@ class Harness:
         sampling: Sampling = GREEDY,
         wait_seconds: float = 60,
         keys: list[bytes] | None = None,
+        ttl_seconds: int = 0,
     ) -> Answer:
         """Opens the account unless the engine knows it or has dropped it, as a gateway's client does."""
         if self.engine.index.epoch(account) is None:
@@ -286,6 +288,7 @@ class Harness:
             sampling=sampling,
             max_tokens=max_tokens,
             queue_deadline_ns=self.clock.ns + int(wait_seconds * 1e9),
+            ttl_seconds=ttl_seconds,
         )
         self._call(lambda: self.engine.submit(connection, submit))
         return answer

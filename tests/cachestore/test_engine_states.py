@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from policies.eviction import LeastRecentlyUsed, Order
+from policies.lifetimes import Lifetimes
 from tests.cachestore.contrary import Contrary
 from tests.cachestore.support import ALICE, BOB, Answer, Harness, expected_answer
 
@@ -21,8 +22,8 @@ PROMPTS = [[1] * shared + [word] * rest for shared in (0, 4, 8, 9) for word in (
 class EngineMachine(RuleBasedStateMachine):
     """`Harness` checks the engine after each call: its state, the order of events, and what every step reads."""
 
-    def make_order(self) -> Order:
-        return LeastRecentlyUsed()
+    def make_order(self, lifetimes: Lifetimes) -> Order:
+        return LeastRecentlyUsed(lifetimes)
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,8 +186,8 @@ TestEngineStates.settings = settings(max_examples=300, stateful_step_count=60, d
 class ReuseEngineMachine(EngineMachine):
     """The same, where it is learnt who gives way, and the wrong is learnt."""
 
-    def make_order(self) -> Order:
-        return Contrary(14)
+    def make_order(self, lifetimes: Lifetimes) -> Order:
+        return Contrary(14, lifetimes)
 
 
 TestReuseEngineStates = ReuseEngineMachine.TestCase

@@ -263,7 +263,8 @@ def test_a_report_counts_hits_and_misses_of_one_account() -> None:
     for _ in range(2):
         harness.complete(prompt(1, 18), max_tokens=1)
     harness.complete(prompt(1, 18), account=BOB, max_tokens=1)
-    assert report(harness, ALICE) == AccountReport(account=ALICE, cached_blocks=4, hit_tokens=16, miss_tokens=20)
+    expected = AccountReport(account=ALICE, cached_blocks=4, bytes=4 * 512, hit_tokens=16, miss_tokens=20)
+    assert report(harness, ALICE) == expected
     assert report(harness, CAROL) == AccountReport(account=CAROL)
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import pytest
 
 from cachestore.blocks import NO_BLOCK, BlockPool, OutOfBlocks, PoolError
 from cachestore.index import BlockName, PrefixIndex
 from policies.eviction import LeastRecentlyUsed, Order
+from policies.lifetimes import Lifetimes
 from policies.reuse import LearntReuse
 from tests.cachestore.support import ALICE, BOB, name_of
 
 
-def make_pool(total: int, make_order: Callable[[], Order] = LeastRecentlyUsed) -> BlockPool:
+def make_pool(total: int, make_order: Callable[[Lifetimes], Order] = LeastRecentlyUsed) -> BlockPool:
     index = PrefixIndex()
     for account in (ALICE, BOB):
         index.raise_epoch(account, 1)
@@ -238,7 +240,7 @@ def test_a_pool_without_blocks_is_refused() -> None:
 
 
 def test_a_fence_leaves_nothing_of_what_the_order_knew_of_names_held_or_cached() -> None:
-    pool = make_pool(6, lambda: LearntReuse(6))
+    pool = make_pool(6, partial(LearntReuse, 6))
     cache_chain(pool, 6)
     held = match(pool, 2)
     pool.share(ALICE, held)

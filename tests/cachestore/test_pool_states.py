@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cachestore.blocks import BlockPool, OutOfBlocks
 from cachestore.index import BlockName, PrefixIndex
 from policies.eviction import AccountLimits, LeastRecentlyUsed, Order
+from policies.lifetimes import Lifetimes
 from tests.cachestore.contrary import Contrary
 from tests.cachestore.support import ALICE, BOB, CAROL, assert_prefix_closed, chain_keys
 
@@ -46,8 +47,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.content: dict[int, BlockName] = {}
         self.dropped: set[bytes] = set()
 
-    def make_order(self) -> Order:
-        return LeastRecentlyUsed()
+    def make_order(self, lifetimes: Lifetimes) -> Order:
+        return LeastRecentlyUsed(lifetimes)
 
     @rule(account=st.sampled_from(ACCOUNTS), epoch=st.integers(1, 4), die=DIE)
     def raise_epoch(self, account: bytes, epoch: int, die: int) -> None:
@@ -211,8 +212,8 @@ TestPoolStates.settings = settings(max_examples=300, stateful_step_count=60, der
 class ReusePoolMachine(PoolMachine):
     """The same, where it is learnt who gives way, and the wrong is learnt."""
 
-    def make_order(self) -> Order:
-        return Contrary(8)
+    def make_order(self, lifetimes: Lifetimes) -> Order:
+        return Contrary(8, lifetimes)
 
 
 TestReusePoolStates = ReusePoolMachine.TestCase

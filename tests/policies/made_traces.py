@@ -8,9 +8,12 @@ import random
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from policies.lifetimes import Lifetimes
 from policies.reuse import LearntReuse
 
 Trace = list[list[int]]
+
+NO_LIFETIMES = Lifetimes(lambda: 0)
 
 
 def document(number: int, blocks: int) -> list[int]:
@@ -86,7 +89,7 @@ def lru_hits(trace: Trace, capacity: int) -> list[int]:
 
 def reuse_hits(trace: Trace, capacity: int, order: LearntReuse | None = None) -> list[int]:
     """Of each request, how many blocks were found. An id is its own block number: none is ever used for another."""
-    order = LearntReuse(capacity) if order is None else order
+    order = LearntReuse(capacity, NO_LIFETIMES) if order is None else order
     cached: set[int] = set()
     hits = []
     for ids in trace:

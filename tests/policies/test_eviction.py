@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from policies.eviction import Account, AccountLimits, LeastRecentlyUsed, Shares
+from tests.policies.made_traces import NO_LIFETIMES
 
 
 def test_blocks_give_way_in_the_order_in_which_they_came() -> None:
-    order = LeastRecentlyUsed()
+    order = LeastRecentlyUsed(NO_LIFETIMES)
     order.add([3, 1, 2])
     assert order.pop(2) == [3, 1]
     assert list(order) == [2]
@@ -15,7 +18,7 @@ def test_blocks_give_way_in_the_order_in_which_they_came() -> None:
 
 
 def test_a_block_that_was_taken_up_and_let_go_again_is_the_newest() -> None:
-    order = LeastRecentlyUsed()
+    order = LeastRecentlyUsed(NO_LIFETIMES)
     order.add([3, 1, 2])
     order.remove([3])
     order.add([3])
@@ -23,7 +26,7 @@ def test_a_block_that_was_taken_up_and_let_go_again_is_the_newest() -> None:
 
 
 def test_what_is_not_there_is_not_removed() -> None:
-    order = LeastRecentlyUsed()
+    order = LeastRecentlyUsed(NO_LIFETIMES)
     assert order.pop(1) == []
     with pytest.raises(KeyError):
         order.remove([1])
@@ -65,7 +68,7 @@ def victims(shares: Shares, account: Account, blocks: int) -> dict[bytes, int]:
 
 
 def test_who_has_most_over_its_reservation_gives_way_by_weight() -> None:
-    shares = Shares(100)
+    shares = Shares(100, partial(LeastRecentlyUsed, NO_LIFETIMES))
     caching(shares, b"large", 60)
     caching(shares, b"heavy", 30, weight=3.0)
     caching(shares, b"reserved", 10, reserved=10)
@@ -79,7 +82,7 @@ def test_who_has_most_over_its_reservation_gives_way_by_weight() -> None:
 
 
 def test_one_account_gives_way_to_itself_in_its_own_order() -> None:
-    shares = Shares(10)
+    shares = Shares(10, partial(LeastRecentlyUsed, NO_LIFETIMES))
     only = caching(shares, b"only", 10)
     assert shares.to_evict(only, 4) == (4, 0)
     assert victims(shares, only, 4) == {}
@@ -87,7 +90,7 @@ def test_one_account_gives_way_to_itself_in_its_own_order() -> None:
 
 
 def test_a_strict_account_takes_from_nobody_and_gives_nothing() -> None:
-    shares = Shares(20)
+    shares = Shares(20, partial(LeastRecentlyUsed, NO_LIFETIMES))
     strict = caching(shares, b"strict", 5, reserved=5, max=5, strict=True)
     other = caching(shares, b"other", 10)
     assert shares.short(other, 15) == 0
@@ -99,7 +102,7 @@ def test_a_strict_account_takes_from_nobody_and_gives_nothing() -> None:
 
 
 def test_the_heap_of_victims_does_not_grow_with_what_happens() -> None:
-    shares = Shares(1000)
+    shares = Shares(1000, partial(LeastRecentlyUsed, NO_LIFETIMES))
     accounts = [caching(shares, bytes([number]), 1) for number in range(10)]
     for step in range(5000):
         account = accounts[step % 10]

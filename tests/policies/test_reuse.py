@@ -10,7 +10,19 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from benchmarks.replay import read_trace
 from policies.reuse import LearntReuse
-from tests.policies.made_traces import Trace, blocks, chats, loop, lru_hits, ratio, recent, reuse_hits, scan, zipf
+from tests.policies.made_traces import (
+    NO_LIFETIMES,
+    Trace,
+    blocks,
+    chats,
+    loop,
+    lru_hits,
+    ratio,
+    recent,
+    reuse_hits,
+    scan,
+    zipf,
+)
 
 CONVERSATION = Path(__file__).parents[1] / "traces" / "conversation-1000.jsonl"
 
@@ -22,7 +34,7 @@ class OrderMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.order = LearntReuse(self.CAPACITY)
+        self.order = LearntReuse(self.CAPACITY, NO_LIFETIMES)
         self.free = list(range(self.CAPACITY))
         self.chains: dict[int, str] = {}
         self.holders: list[list[int]] = []
@@ -110,13 +122,13 @@ TestOrder.settings = settings(max_examples=60, stateful_step_count=50, deadline=
 
 
 def test_before_anything_was_used_again_it_is_the_least_recently_used_that_gives_way() -> None:
-    order = LearntReuse(1000)
+    order = LearntReuse(1000, NO_LIFETIMES)
     reuse_hits([[7, 8, 9], [4], [1, 2], *([100 + number] for number in range(200))], 1000, order)
     assert order.pop(206) == [9, 8, 7, 4, 2, 1, *range(100, 300)]
 
 
 def test_it_remembers_four_evicted_keys_for_each_block_that_it_has() -> None:
-    order = LearntReuse(10)
+    order = LearntReuse(10, NO_LIFETIMES)
     reuse_hits([[number] for number in range(200)], 10, order)
     # Nine stayed when the tenth gave way last.
     assert order.ghosts == 4 * 9
@@ -127,14 +139,14 @@ def test_it_remembers_four_evicted_keys_for_each_block_that_it_has() -> None:
 def test_an_account_takes_memory_for_what_it_has_and_not_for_what_the_pool_has() -> None:
     tracemalloc.start()
     try:
-        orders = [LearntReuse(1_000_000) for _ in range(100)]
+        orders = [LearntReuse(1_000_000, NO_LIFETIMES) for _ in range(100)]
         assert tracemalloc.get_traced_memory()[0] < 2_000 * len(orders)
     finally:
         tracemalloc.stop()
 
 
 def test_a_block_gives_way_after_its_last_child_whatever_became_of_that() -> None:
-    order = LearntReuse(8)
+    order = LearntReuse(8, NO_LIFETIMES)
     order.publish([1, 2, 3], [b"1", b"2", b"3"], None)
     order.publish([4, 5], [b"4", b"5"], 1)
     order.add([3, 2])
@@ -146,7 +158,7 @@ def test_a_block_gives_way_after_its_last_child_whatever_became_of_that() -> Non
 
 
 def test_what_is_held_or_unknown_does_not_give_way() -> None:
-    order = LearntReuse(4)
+    order = LearntReuse(4, NO_LIFETIMES)
     order.publish([1], [b"1"], None)
     for call in (lambda: order.remove([1]), lambda: order.remove([2]), lambda: order.add([2])):
         with pytest.raises(KeyError):
@@ -154,7 +166,7 @@ def test_what_is_held_or_unknown_does_not_give_way() -> None:
     assert order.pop(1) == []
     assert list(order) == []
     with pytest.raises(ValueError, match="at least one block, not 0"):
-        LearntReuse(0)
+        LearntReuse(0, NO_LIFETIMES)
 
 
 def test_the_same_history_evicts_the_same_blocks() -> None:

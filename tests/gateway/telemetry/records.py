@@ -33,7 +33,9 @@ def started(record: RequestRecord, *, cached_tokens: int = 32, first: bool = Tru
     """A submission of 50 tokens that was queued at 102 s and admitted at 103 s."""
     submission = record.submission(50, first=first, queued_ns=102 * SECOND)
     stamps = Stamps(queued_ns=102 * SECOND, started_ns=103 * SECOND)
-    submission.started = Started(request=1, cached_tokens=cached_tokens, miss_block=2, stamps=stamps)
+    submission.started = Started(
+        request=1, cached_tokens=cached_tokens, miss_block=2, miss_reason="diverged", stamps=stamps
+    )
     return submission
 
 

@@ -49,6 +49,8 @@ def report(steps: int) -> StatsReport:
         free_blocks=10,
         held_blocks=0,
         cached_blocks=0,
+        reserved_blocks=0,
+        missing_blocks=0,
         running=0,
         waiting=0,
         ended=0,
@@ -57,6 +59,7 @@ def report(steps: int) -> StatsReport:
         computed_tokens=0,
         preemptions=2 * steps,
         evictions=3 * steps,
+        limit_evictions=steps,
     )
 
 
