@@ -266,7 +266,7 @@ class BlockPool:
         at = len(matched)
         if at == len(keys) or self.index.get(BlockName(account, epoch, keys[at])) is not None:
             return None
-        if not self.index.is_open(account, epoch):
+        if not self.index.takes_names or epoch < (self.index.epoch(account) or 0):
             return at, "not_stored"
         if ghost := self._ghosts.recall(account, keys[at]):
             return at, ghost

@@ -34,7 +34,7 @@ class PrefixIndex:
     """
 
     def __init__(self, *, takes_names: bool = True) -> None:
-        self._takes_names = takes_names
+        self.takes_names = takes_names
         self._accounts: dict[bytes, _Account] = {}
         # Accounts that were dropped: a message on its way must not bring one back.
         self._tombstones: set[bytes] = set()
@@ -54,7 +54,7 @@ class PrefixIndex:
 
     def is_open(self, account: bytes, epoch: int) -> bool:
         """Whether names of the account are taken at that epoch."""
-        return self._takes_names and self.epoch(account) == epoch
+        return self.takes_names and self.epoch(account) == epoch
 
     def raise_epoch(self, account: bytes, epoch: int) -> list[int]:
         """Open the account at `epoch` or a higher one it already has.

@@ -180,7 +180,7 @@ class LearntReuse:
         while len(self._kept) and self._kept.oldest_over():
             named = self._named[self._kept.pop_over()]
             if not named.children:
-                self._offer(named, first=False)
+                self._offer(named, first=True)
         for _ in range(min(count, self._cached)):
             cell = next((cell for cell in self._ranked if cell.cohorts), None)
             block = next(iter(next(iter(cell.cohorts.values())).leaves)) if cell else self._kept.pop_lasting()
@@ -223,7 +223,11 @@ class LearntReuse:
             self._leave(self._ghosts.popitem(last=False)[1], reused=False)
 
     def _offer(self, named: _Named, *, first: bool) -> None:
-        """It can give way from now on; a parent `first`, which is as old as the child that gave way before it."""
+        """It can give way from now on.
+
+        `first` of its class and age: a parent, which is as old as the child that gave way before it, and whatever was
+        wanted for a time that is over.
+        """
         cohort = named.cohort
         assert cohort is not None
         if not cohort.leaves:

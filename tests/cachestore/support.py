@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cachestore.blocks import BlockPool
 from cachestore.engine import Engine, Runner, Sampled
 from cachestore.index import BlockName, PrefixIndex
 from cachestore.protocol import (
@@ -22,6 +23,8 @@ from cachestore.protocol import (
     Limits,
     Message,
     OpenAccount,
+    Probe,
+    ProbeResult,
     Rejected,
     Sampling,
     Seal,
@@ -228,6 +231,7 @@ class Harness:
         max_context_tokens: int = 100_000,
         vocabulary_tokens: int = VOCABULARY_TOKENS,
         make_order: Callable[[Lifetimes], Order] = LeastRecentlyUsed,
+        prefix_cache: bool = True,
     ) -> None:
         self.remembering = RememberingRunner(block_tokens)
         self.clock = Clock()
@@ -246,9 +250,11 @@ class Harness:
             emit=self._take,
             clock_ns=self.clock,
             make_order=make_order,
+            prefix_cache=prefix_cache,
         )
         self.fenced: list[Fenced] = []
         self.flushed: list[Flushed] = []
+        self.probed: list[ProbeResult] = []
         self.answers: dict[tuple[int, int], Answer] = {}
         self.parents: dict[bytes, bytes | None] = {}
         self._requests = 0
@@ -322,6 +328,14 @@ class Harness:
         assert not len(self.engine.pool.shares.account(account).cached)
         return self.flushed[-1]
 
+    def probe(self, prompt: Sequence[int], *, account: bytes = ALICE, epoch: int = 1) -> ProbeResult:
+        """Held to: nothing has changed, not even who gives way first."""
+        keys = b"".join(self._keys(account, epoch, list(prompt)))
+        before = pool_state(self.engine.pool)
+        self._call(lambda: self.engine.probe(1, Probe(account=account, epoch=epoch, keys=keys)))
+        assert pool_state(self.engine.pool) == before
+        return self.probed[-1]
+
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             self._call(self.engine.step)
@@ -371,12 +385,15 @@ class Harness:
         self.check()
 
     def _take(self, connection: int, message: Message) -> None:
-        assert isinstance(message, Fenced | Flushed | Started | Tokens | Finished | Rejected)
+        assert isinstance(message, Fenced | Flushed | ProbeResult | Started | Tokens | Finished | Rejected)
         if isinstance(message, Fenced):
             self.fenced.append(message)
             return
         if isinstance(message, Flushed):
             self.flushed.append(message)
+            return
+        if isinstance(message, ProbeResult):
+            self.probed.append(message)
             return
         if connection in self._gone:
             return
@@ -398,6 +415,12 @@ class Harness:
         else:
             assert answer.started is None, "a request was rejected after it was admitted"
             answer.rejected = message
+
+
+def pool_state(pool: BlockPool) -> object:
+    """All that a refused call must leave as it was, order of eviction and of the free list included."""
+    accounts = [(account.name, account.held, list(account.cached)) for account in pool.shares]
+    return accounts, list(pool._free), list(pool._references), list(pool._keys), pool.evictions
 
 
 def name_of(account: bytes, epoch: int, word: int | str) -> BlockName:

@@ -12,7 +12,7 @@ from cachestore.index import BlockName, PrefixIndex
 from policies.eviction import LeastRecentlyUsed, Order
 from policies.lifetimes import Lifetimes
 from policies.reuse import LearntReuse
-from tests.cachestore.support import ALICE, BOB, name_of
+from tests.cachestore.support import ALICE, BOB, name_of, pool_state
 
 
 def make_pool(total: int, make_order: Callable[[Lifetimes], Order] = LeastRecentlyUsed) -> BlockPool:
@@ -39,12 +39,6 @@ def publish(pool: BlockPool, block: int, name: BlockName) -> int:
 def check(pool: BlockPool, tables: Iterable[list[int]], account: bytes = ALICE) -> None:
     """That nobody else than these of one account holds anything."""
     pool.check((account, table) for table in tables)
-
-
-def state(pool: BlockPool) -> object:
-    """All that a refused call must leave as it was, order of eviction and of the free list included."""
-    accounts = [(account.name, account.held, list(account.cached)) for account in pool.shares]
-    return accounts, list(pool._free), list(pool._references), list(pool._keys), pool.evictions
 
 
 def match(pool: BlockPool, length: int, account: bytes = ALICE) -> list[int]:
@@ -76,7 +70,7 @@ def test_b028_bad_calls_of_free_raise_and_change_nothing() -> None:
     pool = make_pool(8)
     held = pool.allocate(ALICE, 8)
     pool.release(ALICE, [6])
-    before = state(pool)
+    before = pool_state(pool)
     for bad, reason in (
         ([5, 7, 5], "twice"),
         ([6], "held by nobody"),
@@ -87,7 +81,7 @@ def test_b028_bad_calls_of_free_raise_and_change_nothing() -> None:
     ):
         with pytest.raises(PoolError, match=reason):
             pool.release(ALICE, bad)
-        assert state(pool) == before
+        assert pool_state(pool) == before
     pool.release(ALICE, [5, 7])
     taken = pool.allocate(ALICE, 3)
     assert sorted(taken) == [5, 6, 7]
@@ -116,11 +110,11 @@ def test_b029_an_evicted_block_leaves_its_name_behind() -> None:
 def test_allocation_is_all_or_nothing() -> None:
     pool = make_pool(4)
     cache_chain(pool, 2)
-    before = state(pool)
+    before = pool_state(pool)
     reason = "5 blocks wanted, 2 free and 2 cached of 4; the account holds 0 and may have 4"
     with pytest.raises(OutOfBlocks, match=reason):
         pool.allocate(ALICE, 5)
-    assert state(pool) == before
+    assert pool_state(pool) == before
     assert len(pool.allocate(ALICE, 4)) == 4
     assert pool.evictions == 2
 
@@ -151,11 +145,11 @@ def test_a_nameless_block_is_not_shared() -> None:
     pool = make_pool(3)
     chain = cache_chain(pool, 1)
     nameless = pool.allocate(ALICE, 1)
-    before = state(pool)
+    before = pool_state(pool)
     for bad in (nameless, [*chain, *nameless], [NO_BLOCK], [3]):
         with pytest.raises(PoolError, match="no name"):
             pool.share(ALICE, bad)
-        assert state(pool) == before
+        assert pool_state(pool) == before
     pool.share(ALICE, chain)
     assert pool.references(chain[0]) == 1
 
@@ -165,11 +159,11 @@ def test_only_a_block_held_once_and_unnamed_is_published() -> None:
     named = cache_chain(pool, 1)
     pool.share(ALICE, named)
     free = 3
-    before = state(pool)
+    before = pool_state(pool)
     for bad in (named[0], free, NO_BLOCK, 4):
         with pytest.raises(PoolError, match="held once and unnamed"):
             publish(pool, bad, name_of(ALICE, 1, "new"))
-        assert state(pool) == before
+        assert pool_state(pool) == before
 
 
 def test_a_duplicate_gives_way_to_the_block_that_bears_the_name() -> None:
@@ -256,7 +250,7 @@ def test_a_fence_leaves_nothing_of_what_the_order_knew_of_names_held_or_cached()
 def test_a_child_needs_a_parent_that_has_its_name() -> None:
     pool = make_pool(4)
     parent, child = pool.allocate(ALICE, 2)
-    before = state(pool)
+    before = pool_state(pool)
     with pytest.raises(PoolError, match=f"block {parent} has no name: its child"):
         pool.publish(ALICE, 1, [child], [name_of(ALICE, 1, 1).key], parent)
-    assert state(pool) == before
+    assert pool_state(pool) == before

@@ -7,13 +7,7 @@ import pytest
 from cachestore.blocks import BlockPool
 from cachestore.index import PrefixIndex
 from cachestore.scheduler import Scheduler
-from tests.cachestore.support import ALICE, BOB, Answer, Harness, expected_answer
-
-
-def pool_state(harness: Harness) -> object:
-    pool = harness.engine.pool
-    accounts = [(account.name, account.held, list(account.cached)) for account in pool.shares]
-    return accounts, list(pool._free), list(pool._references), list(pool._keys), pool.evictions
+from tests.cachestore.support import ALICE, BOB, Answer, Harness, expected_answer, pool_state
 
 
 def last_step(harness: Harness) -> list[tuple[int, int, int]]:
@@ -34,12 +28,12 @@ def test_b026_blocks_to_be_reused_are_no_room_for_new_ones() -> None:
     prefix = prompt(1, 32)
     harness.complete(prefix, max_tokens=1)
     assert (harness.engine.pool.cached, harness.engine.pool.held) == (8, 0)
-    before = pool_state(harness)
+    before = pool_state(harness.engine.pool)
     # 8 to reuse and 3 new of 10 never fit, so it is told at once; that it may wait is the next test.
     three_new = harness.submit(prefix + prompt(2, 11), max_tokens=1)
     assert three_new.rejected
     assert three_new.rejected.code == "over_capacity"
-    assert pool_state(harness) == before
+    assert pool_state(harness.engine.pool) == before
     two_new = harness.submit(prefix + prompt(2, 7), max_tokens=1)
     harness.step()
     assert two_new.cached_tokens == 32
@@ -51,12 +45,12 @@ def test_a_refused_admission_changes_nothing_recency_included() -> None:
     harness.complete(prompt(2, 12), max_tokens=1)
     runs = harness.submit(prompt(3, 7), max_tokens=20)
     harness.step()
-    before = pool_state(harness)
+    before = pool_state(harness.engine.pool)
     # Hits 4 cached blocks and needs 7 more; 10 are usable, 4 of those are the ones it hits.
     waits = harness.submit(prompt(1, 16) + prompt(4, 27), max_tokens=1)
     for _ in range(3):
         assert not harness.engine.scheduler._admit_next(ALICE)
-        assert pool_state(harness) == before
+        assert pool_state(harness.engine.pool) == before
     assert not waits.started
     harness.abort(runs)
     harness.step()

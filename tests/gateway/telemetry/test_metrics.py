@@ -75,4 +75,4 @@ def test_counters_go_on_over_stores_that_start_anew_and_never_fall() -> None:
         ("b", 9, 17),
     ):
         totals.take(store, report(steps))
-        assert totals.totals == Totals(expected, 1000 * expected, 2 * expected, 3 * expected)
+        assert totals.totals == Totals(expected, 1000 * expected, 2 * expected, 3 * expected, expected)
