@@ -47,9 +47,16 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.sampled_from([1, 4, 9, 24, 40]),
         which=st.integers(0, 1),
         wait_seconds=st.sampled_from([60, 60, 0.2]),
+        ttl_seconds=st.sampled_from([0, 0, 0, 3]),
     )
     def submit(
-        self, account: bytes, prompts: list[list[int]], max_tokens: int, which: int, wait_seconds: float
+        self,
+        account: bytes,
+        prompts: list[list[int]],
+        max_tokens: int,
+        which: int,
+        wait_seconds: float,
+        ttl_seconds: int,
     ) -> None:
         for prompt in prompts:
             answer = self.harness.submit(
@@ -59,6 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
                 connection=self.connections[which],
                 max_tokens=max_tokens,
                 wait_seconds=wait_seconds,
+                ttl_seconds=ttl_seconds,
             )
             if account in self.dropped:
                 assert answer.rejected
@@ -132,6 +140,14 @@ class EngineMachine(RuleBasedStateMachine):
     def flush(self, account: bytes, die: int) -> None:
         if die == 13:
             self.harness.flush(account)
+
+    @rule(account=st.sampled_from(ACCOUNTS), prompt=st.sampled_from(PROMPTS))
+    def probe(self, account: bytes, prompt: list[int]) -> None:
+        """What it says is there is what a request would find."""
+        result = self.harness.probe(prompt, account=account, epoch=self.epochs[account])
+        assert (result.miss_block is None) == (result.device_blocks == len(prompt) // 4)
+        assert result.miss_block in (None, result.device_blocks)
+        assert not (account in self.dropped and result.device_blocks)
 
     @rule(account=st.sampled_from(ACCOUNTS), die=DIE)
     def drop(self, account: bytes, die: int) -> None:

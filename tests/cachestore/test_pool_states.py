@@ -11,10 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cachestore.blocks import BlockPool, OutOfBlocks
 from cachestore.index import BlockName, PrefixIndex
-from policies.eviction import AccountLimits, LeastRecentlyUsed, Order
+from policies.eviction import Account, AccountLimits, LeastRecentlyUsed, Order
 from policies.lifetimes import Lifetimes
 from tests.cachestore.contrary import Contrary
-from tests.cachestore.support import ALICE, BOB, CAROL, assert_prefix_closed, chain_keys
+from tests.cachestore.support import ALICE, BOB, CAROL, Clock, assert_prefix_closed, chain_keys
 
 ACCOUNTS = (ALICE, BOB, CAROL)
 # Chains of up to seven blocks over two words: many share a beginning, and few are equal.
@@ -36,12 +36,23 @@ class Holder:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """`content` is the truth: under which name each block was last filled. Nobody may be given another content."""
+    """`content` is the truth: under which name each block was last filled. Nobody may be given another content.
+
+    Of every indexed name it is known until when it is wanted (`until_ns`) and whether it was gone on from (`gone_on`);
+    of every block when it was last let go of (`let_go`); of names that gave way, how they did (`went`).
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.clock = Clock()
         self.index = PrefixIndex()
-        self.pool = BlockPool(8, self.index, self.make_order)
+        self.pool = BlockPool(8, self.index, self.make_order, self.clock)
+        self.until_ns: dict[BlockName, int] = {}
+        self.gone_on: set[BlockName] = set()
+        self.let_go: dict[int, tuple[int, int]] = {}
+        self.went: dict[BlockName, str] = {}
+        self.indexed: set[BlockName] = set()
+        self.releases = 0
         self.holders: list[Holder] = []
         self.parents: dict[bytes, bytes | None] = {}
         self.content: dict[int, BlockName] = {}
@@ -56,6 +67,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         before = self.index.epoch(account)
         self.pool.forget(account, self.index.raise_epoch(account, epoch))
+        self.forget(account)
         if account in self.dropped:
             assert self.index.epoch(account) is None
         else:
@@ -65,14 +77,33 @@ class PoolMachine(RuleBasedStateMachine):
     def drop(self, account: bytes, die: int) -> None:
         if die != 13:
             return
-        self.pool.forget(account, self.index.drop(account))
+        self.pool.drop(account, self.index.drop(account))
+        self.forget(account)
         self.dropped.add(account)
+
+    @rule(account=st.sampled_from(ACCOUNTS), die=DIE)
+    def flush(self, account: bytes, die: int) -> None:
+        if die != 13 or self.index.epoch(account) is None:
+            return
+        cached = len(self.pool.shares.account(account).cached)
+        assert self.pool.flush(account) == cached
+        assert not len(self.pool.shares.account(account).cached)
+        self.forget(account)
+
+    def forget(self, account: bytes) -> None:
+        """Nothing is said any more of what the account had and has not."""
+        self.indexed = {name for name, _ in self.index.names()}
+        self.went = {name: how for name, how in self.went.items() if name.account != account}
+
+    @rule(seconds=st.integers(1, 20))
+    def wait(self, seconds: int) -> None:
+        self.clock.advance(seconds)
 
     @rule(account=st.sampled_from(ACCOUNTS), chain=CHAINS, stale=st.booleans())
     def admit(self, account: bytes, chain: list[int], stale: bool) -> None:
         """Adopt what is indexed and take the rest, or change nothing."""
         if self.index.epoch(account) is None:
-            self.pool.forget(account, self.index.raise_epoch(account, 1))
+            self.index.raise_epoch(account, 1)
         epoch = self.index.epoch(account) or 1
         keys = chain_keys(account, epoch, chain, 1)
         self.parents.update(zip(keys, [None, *keys], strict=False))
@@ -80,6 +111,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert not (stale and matched)
         for block, key in zip(matched, keys, strict=False):
             assert self.content[block] == (account, epoch, key)
+        if not stale:
+            self.check_miss(account, epoch, keys, matched)
         needed = len(keys) - len(matched)
         before = (self.pool.free, self.pool.cached, self.pool.held)
         share = self.pool.shares.account(account)
@@ -110,6 +143,8 @@ class PoolMachine(RuleBasedStateMachine):
         )
         for block, key in zip(holder.table[begin:end], holder.keys[begin:end], strict=True):
             assert self.content[block] == BlockName(holder.account, holder.epoch, key)
+        for parent_key in holder.keys[max(0, begin - 1) : max(0, end - 1)]:
+            self.gone_on.add(BlockName(holder.account, holder.epoch, parent_key))
         holder.published = end
 
     @precondition(lambda self: self.holders)
@@ -122,9 +157,18 @@ class PoolMachine(RuleBasedStateMachine):
             self.content.pop(holder.table[-1], None)
 
     @precondition(lambda self: self.holders)
-    @rule(choice=st.integers(0, 99))
-    def release(self, choice: int) -> None:
+    @rule(choice=st.integers(0, 99), ttl_seconds=st.sampled_from([0, 0, 10, 30]))
+    def release(self, choice: int, ttl_seconds: int) -> None:
         holder = self.holders.pop(choice % len(self.holders))
+        if ttl_seconds:
+            self.pool.keep(holder.table, ttl_seconds * 1_000_000_000)
+            for block, key in zip(holder.table, holder.keys, strict=False):
+                if self.pool.key(block) == key:
+                    name = BlockName(holder.account, holder.epoch, key)
+                    until_ns = self.clock.ns + ttl_seconds * 1_000_000_000
+                    self.until_ns[name] = max(until_ns, self.until_ns.get(name, 0))
+        self.releases += 1
+        self.let_go.update((block, (self.releases, place)) for place, block in enumerate(reversed(holder.table)))
         self.pool.release(holder.account, holder.table)
 
     @rule(account=st.sampled_from(ACCOUNTS), count=st.integers(1, 10))
@@ -145,7 +189,7 @@ class PoolMachine(RuleBasedStateMachine):
         weight=WEIGHTS,
     )
     def set_limits(self, account: bytes, die: int, reserved: int, more: int, weight: float) -> None:
-        if die < 12:
+        if die < 12 or account in self.dropped:
             return
         limits = [
             AccountLimits(weight=weight),
@@ -162,14 +206,17 @@ class PoolMachine(RuleBasedStateMachine):
         """What was promised to the others stays theirs; who gives way is furthest over its reservation."""
         shares = self.pool.shares
         mine = shares.account(account)
-        others = {each: (each.used, list(each.cached)) for each in shares if each is not mine}
+        others = {each: (each.used, self.by_use(each)) for each in shares if each is not mine}
         room, evictions = self.pool.free, self.pool.evictions
         blocks = self.pool.allocate(account, count)
         losses = {each: used - each.used for each, (used, _) in others.items()}
         for each, (used, cached) in others.items():
+            left = set(each.cached)
             if isinstance(each.cached, LeastRecentlyUsed):
                 # From the cold end.
-                assert list(each.cached) == cached[losses[each] :]
+                assert left == set(cached[losses[each] :])
+            lost = set(cached) - left
+            assert all(map(self.is_wanted, left)) or not any(map(self.is_wanted, lost)), "a wanted block went first"
             assert each.used >= min(used, each.reserved)
             assert not (losses[each] and (each.limits.strict or mine.limits.strict))
         assert mine.used <= shares.cap(mine) or not len(mine.cached)
@@ -182,6 +229,26 @@ class PoolMachine(RuleBasedStateMachine):
                     assert other.over <= each.over + 1 / each.limits.weight + 1e-9
         return blocks
 
+    def by_use(self, account: Account) -> list[int]:
+        """Cached blocks: the least recently used first, and then those that are wanted, by how long."""
+        wanted = {block: self.until_ns[self.content[block]] for block in account.cached if self.is_wanted(block)}
+        return sorted(account.cached, key=lambda block: (wanted.get(block, 0), self.let_go[block]))
+
+    def is_wanted(self, block: int) -> bool:
+        return self.until_ns.get(self.content[block], 0) > self.clock.ns
+
+    def check_miss(self, account: bytes, epoch: int, keys: list[bytes], matched: list[int]) -> None:
+        miss = self.pool.miss(account, epoch, keys, matched)
+        if len(matched) == len(keys):
+            assert miss is None
+            return
+        assert miss is not None
+        at, reason = miss
+        assert at == len(matched)
+        is_gone_on = bool(matched) and BlockName(account, epoch, keys[at - 1]) in self.gone_on
+        # Ghosts are bounded: what gave way long ago may be forgotten.
+        assert reason in ("diverged" if is_gone_on else "cold", self.went.get(BlockName(account, epoch, keys[at])))
+
     def short(self, account: bytes, shared: list[int], count: int) -> int:
         """By what it may have itself, and by what all have."""
         return max(self.pool.above(account, shared, count), self.pool.short(account, shared, count))
@@ -190,6 +257,14 @@ class PoolMachine(RuleBasedStateMachine):
     def everything_agrees(self) -> None:
         self.pool.check((holder.account, holder.table) for holder in self.holders)
         assert_prefix_closed(self.index, self.parents)
+        indexed = {name for name, _ in self.index.names()}
+        for name in self.indexed - indexed:
+            self.went[name] = "expired" if 0 < self.until_ns.get(name, 0) <= self.clock.ns else "evicted"
+        for name in indexed:
+            self.went.pop(name, None)
+        self.indexed = indexed
+        self.gone_on &= indexed
+        self.until_ns = {name: until_ns for name, until_ns in self.until_ns.items() if name in indexed}
         for name, block in self.index.names():
             assert self.content[block] == name
             assert name.account not in self.dropped
