@@ -185,3 +185,14 @@ def test_half_a_key_costs_the_connection() -> None:
     with pytest.raises(ProtocolError):
         harness.engine.probe(1, Probe(account=ALICE, epoch=1, keys=b"k" * (KEY_BYTES + 1)))
     assert pool_state(harness.engine.pool) == before
+
+
+def test_a_block_that_is_used_anew_was_never_gone_on_from() -> None:
+    """All eight blocks are parents once, and then leaves of other prompts."""
+    harness = Harness(blocks=8)
+    harness.complete(prompt(1, 31), max_tokens=1)
+    for word in range(2, 10):
+        harness.complete(prompt(word, 5), max_tokens=1)
+    probed = [harness.probe(prompt(word, 4) + prompt(100, 4)) for word in range(2, 10)]
+    assert {each.miss_reason for each in probed if each.device_blocks} == {"cold"}
+    assert sum(each.device_blocks for each in probed) >= 7
