@@ -190,3 +190,61 @@ def test_a_fence_leaves_the_blocks_of_running_requests_to_them() -> None:
     assert new.cached_tokens == 0
     harness.run(runs)
     assert runs.tokens == expected_answer(runs.prompt, 9)
+
+
+# What Bob asks at once: beginnings that he has in common with himself, long and short, decodes and prefills.
+BOBS = [(1, 30, 6), (2, 9, 3), (1, 34, 2), (3, 50, 1), (2, 21, 4), (4, 3, 8), (1, 12, 1), (5, 40, 2)]
+
+
+def served(harness: Harness, bobs: list[Answer]) -> list[list[tuple[int, int, int]]]:
+    """Step by step what is computed of Bob's requests: (which of them, from which token on, how many)."""
+    steps: list[list[tuple[int, int, int]]] = []
+    numbers = {answer.request: number for number, answer in enumerate(bobs)}
+    before = len(harness.remembering.steps)
+    harness.run(*bobs)
+    for step in harness.remembering.steps[before:]:
+        steps.append([(numbers[request], start, count) for request, start, count in step if request in numbers])
+    return steps
+
+
+@pytest.mark.parametrize("blocks", [200, 60], ids=["room", "a full pool"])
+def test_line_26_the_order_of_bobs_requests_does_not_depend_on_what_alice_has_cached(blocks: int) -> None:
+    def order(alices: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+        harness = Harness(blocks=blocks, step_tokens=40, max_running=4)
+        for _ in range(3):
+            for word, count, max_tokens in alices:
+                harness.complete(prompt(word, count), max_tokens=max_tokens)
+        return served(harness, [harness.submit(prompt(w, n), account=BOB, max_tokens=m) for w, n, m in BOBS])
+
+    nothing = order([])
+    assert len(nothing) > 5
+    # The very prompts that Bob asks, in both orders; and such as leave nothing free.
+    assert order(BOBS) == nothing
+    assert order(BOBS[::-1]) == nothing
+    assert order([(word, 50, 1) for word in range(100, 120)]) == nothing
+
+
+def test_line_26_whether_alices_requests_hit_changes_no_order_among_bobs() -> None:
+    """Both run at once: what Alice computes takes from Bob's steps, and never puts one of his before another."""
+
+    def started(is_warm: bool) -> tuple[list[int], int]:
+        harness = Harness(blocks=200, step_tokens=40, max_running=6)
+        alices = [prompt(word, 41) for word in (7, 8, 9)]
+        if is_warm:
+            for each in alices:
+                harness.complete(each, max_tokens=1)
+        hers = [harness.submit(each, max_tokens=12) for each in alices]
+        bobs = [
+            harness.submit(prompt(20 + number, 10 + 7 * number % 23), account=BOB, max_tokens=1 + number % 5)
+            for number in range(8)
+        ]
+        order: list[int] = []
+        while not all(answer.over for answer in (*bobs, *hers)):
+            harness.step()
+            order += [number for number, answer in enumerate(bobs) if answer.started and number not in order]
+        return order, sum(answer.cached_tokens for answer in hers)
+
+    cold, nothing = started(False)
+    warm, hits = started(True)
+    assert (nothing, hits) == (0, 120)
+    assert cold == warm == sorted(cold)

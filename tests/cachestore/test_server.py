@@ -278,6 +278,17 @@ async def test_reports_and_flushes_of_several_accounts_at_once_are_each_answered
         assert (await client.account_report(ALICE)).cached_blocks == 0
 
 
+async def test_probes_of_several_prompts_at_once_are_each_answered(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server, connected(server) as client:
+        await complete(client, prompt(1, 9))
+        keys = chain_keys(ALICE, 1, prompt(1, 8) + prompt(2, 4), 4)
+        asked = [(ALICE, 1, keys), (ALICE, 1, keys[:2]), (BOB, 1, keys), (ALICE, 1, []), (ALICE, 2, keys)]
+        results = await asyncio.gather(*(client.probe(*each) for each in asked))
+        said = [(each.device_blocks, each.miss_block, each.miss_reason) for each in results]
+        assert said == [(2, 2, "cold"), (2, None, None), (0, 0, "cold"), (0, None, None), (0, 0, "cold")]
+        assert [(each.account, each.epoch) for each in results] == [(account, epoch) for account, epoch, _ in asked]
+
+
 async def test_reports_come_when_asked_for_and_every_second(tmp_path: Path) -> None:
     async with serving(tmp_path) as server, connected(server) as client:
         asked = await client.stats()
