@@ -79,22 +79,19 @@ class Ghosts:
 
     def remember(self, account: bytes, keys: Sequence[bytes], expired: Collection[bytes]) -> None:
         """These gave way; `expired`: those whose lifetime was over."""
-        put, number = self._own.get(account, self._shared).put, self._number(account)
+        put = self._own.get(account, self._shared).put
+        if (number := self._numbers.get(account)) is None:
+            number = self._numbers[account] = next(self._next) << 2
         for key in keys:
             put(int.from_bytes(key[:16], "little") ^ number, _TAKEN | _EXPIRED if key in expired else _TAKEN)
 
     def recall(self, account: bytes, key: bytes) -> Ghost | None:
         """How the block of that name went, as far as that is remembered."""
-        table = self._own.get(account, self._shared)
-        flags = table.get(int.from_bytes(key[:16], "little") ^ self._number(account))
+        if (number := self._numbers.get(account)) is None:
+            return None
+        flags = self._own.get(account, self._shared).get(int.from_bytes(key[:16], "little") ^ number)
         return ("expired" if flags & _EXPIRED else "evicted") if flags else None
 
     def forget(self, account: bytes) -> None:
         """All that is remembered of the account."""
         self._numbers.pop(account, None)
-
-    def _number(self, account: bytes) -> int:
-        number = self._numbers.get(account)
-        if number is None:
-            number = self._numbers[account] = next(self._next) << 2
-        return number
