@@ -1,7 +1,7 @@
 """All submissions of one request, k prompts × n choices, as one stream of pieces.
 
-Of each prompt the first choice is submitted alone and the others at its first tokens: they adopt its blocks instead of
-computing them again. One choice that fails ends the request.
+All are submitted at once, first choices first. The store lets the others wait for the blocks of their prompt that the
+first one fills, so that these are computed once. One choice that fails ends the request.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Choices:
         self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         self._admissions = [loop.create_future() for _ in range(prompts)]
-        self._tasks = [loop.create_task(self._prompt(number)) for number in range(prompts)]
+        self._task = loop.create_task(self._run())
 
     async def admitted(self) -> None:
         """Wait until the first choice of every prompt runs. Raises what refused one of them."""
@@ -92,28 +92,25 @@ class Choices:
 
     def close(self) -> None:
         """End whatever has not ended; the store hears of it in tasks of their own."""
-        for task in self._tasks:
-            task.cancel()
+        self._task.cancel()
         for admission in self._admissions:
             admission.cancel()
 
     async def ended(self) -> None:
         """Wait until nothing is submitted any more."""
-        await asyncio.wait(self._tasks)
+        await asyncio.wait((self._task,))
 
-    async def _prompt(self, number: int) -> None:
-        begun = asyncio.Event()
+    async def _run(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._choice(number, 0, begun))
-                if self._n > 1:
-                    await begun.wait()
-                    for choice in range(1, self._n):
-                        group.create_task(self._choice(number, choice, begun))
+                # Tasks begin in the order in which they were made.
+                for choice in range(self._n):
+                    for number in range(len(self._admissions)):
+                        group.create_task(self._choice(number, choice))
         except* Exception as errors:
             self.interrupt(errors.exceptions[0])
 
-    async def _choice(self, number: int, choice: int, begun: asyncio.Event) -> None:
+    async def _choice(self, number: int, choice: int) -> None:
         index = number * self._n + choice
         answer = await self._submit(number, choice)
         self._answers[index] = answer
@@ -122,12 +119,10 @@ class Choices:
                 admission.set_result(None)
             textless: Sequence[ReturnedToken] = ()
             async for part in answer.pieces():
-                begun.set()
                 if part.text:
                     self._pieces.put_nowait(Piece(index, part.text, tokens=part.tokens))
                 else:
                     textless = part.tokens
-            begun.set()
             self._pieces.put_nowait(Piece(index, "", answer.finish_reason, textless))
         finally:
             # In a task of its own: this one may have been cancelled, and the end must not be.

@@ -37,6 +37,8 @@ from gateway.tenants.keyring import SaltUnavailable
 log = logging.getLogger("saltern.gateway")
 
 ATTEMPTS = 4
+# Choices that are not the first of their prompt wait for that one, which has the limit.
+NO_DEADLINE_NS = (1 << 63) - 1
 # A store that got `Abort` answers `Finished` after the step it is in.
 FINISH_WAIT_SECONDS = 10
 
@@ -70,7 +72,7 @@ class Admitted:
     Attributes:
         standing: account and epoch as the reservation's transaction read them.
         seed: of the first choice; each other samples with one of its own, `seed` + choice modulo 2^64.
-        queue_wait_seconds: how long each may wait in the store to be admitted.
+        queue_wait_seconds: how long the first choice of each prompt may wait in the store to be admitted.
     """
 
     directory: Directory
@@ -118,7 +120,7 @@ async def start(admitted: Admitted, number: int, choice: int, max_tokens: int) -
         min_tokens=generation.min_tokens,
         logprobs=generation.logprobs,
     )
-    deadline_ns = time.monotonic_ns() + admitted.queue_wait_seconds * 1_000_000_000
+    deadline_ns = NO_DEADLINE_NS if choice else time.monotonic_ns() + admitted.queue_wait_seconds * 1_000_000_000
     standing = admitted.standing
     # Prepared afresh when the epoch moves between the reservation and the store.
     for _ in range(ATTEMPTS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from gateway.prompt.align import AlignedPrompt, name_blocks
@@ -21,16 +22,18 @@ class Naming:
         self._epoch = 0
         self._chain: ChainKey | None = None
         self._aligned: dict[int, AlignedPrompt] = {}
+        # Whoever asks gets an answer in turn, so that choices reach the store in their order.
+        self._turn = asyncio.Lock()
 
     async def of(self, number: int, epoch: int) -> tuple[ChainKey, AlignedPrompt]:
         """Raises SaltUnavailable."""
-        if self._chain is None or self._epoch != epoch:
-            self._chain = ChainKey(await self._directory.salt(self._tenant_id, epoch), self._context)
-            self._epoch, self._aligned = epoch, {}
-        chain, named = self._chain, self._aligned
-        if number not in named:
-            named[number] = await name_blocks(self._prompts[number].tokens, chain)
-        return chain, named[number]
+        async with self._turn:
+            if self._chain is None or self._epoch != epoch:
+                self._chain = ChainKey(await self._directory.salt(self._tenant_id, epoch), self._context)
+                self._epoch, self._aligned = epoch, {}
+            if number not in self._aligned:
+                self._aligned[number] = await name_blocks(self._prompts[number].tokens, self._chain)
+            return self._chain, self._aligned[number]
 
     async def all(self, epoch: int) -> None:
         """Raises SaltUnavailable."""

@@ -1,4 +1,4 @@
-"""Which submission waits for which, what one failure does to the others, and what is counted."""
+"""In which order choices are submitted, what one failure does to the others, and what is counted."""
 
 from __future__ import annotations
 
@@ -102,30 +102,38 @@ async def taken(choices: Choices, into: list[Piece]) -> None:
         into.append(piece)
 
 
-async def test_the_first_choice_of_a_prompt_is_alone_until_its_first_tokens() -> None:
+async def test_all_are_submitted_at_once_and_first_choices_first() -> None:
     store = Store()
+    store.admits[A, 0] = asyncio.Event()
     choices = store.choices(A, B, n=3)
-    await choices.admitted()
     await settled()
-    assert store.submitted == [(A, 0), (B, 0)]
-    # Tokens without certain text are tokens; and only of that prompt.
-    store.answers[B, 0].say("")
-    await settled()
-    assert store.submitted == [(A, 0), (B, 0), (B, 1), (B, 2)]
-    store.answers[A, 0].say("a")
-    await settled()
-    assert store.submitted[4:] == [(A, 1), (A, 2)]
+    assert store.submitted == [(A, 0), (B, 0), (A, 1), (B, 1), (A, 2), (B, 2)]
     choices.close()
 
 
-async def test_a_first_choice_that_ends_without_text_lets_the_others_begin() -> None:
+async def test_what_is_admitted_is_the_first_choice_of_every_prompt() -> None:
+    store = Store()
+    first, other = store.admits[B, 0], store.admits[B, 1] = asyncio.Event(), asyncio.Event()
+    choices = store.choices(A, B, n=2)
+    admitted = asyncio.create_task(choices.admitted())
+    await settled()
+    assert (A, 1) in store.answers
+    assert not admitted.done()
+    first.set()
+    await settled()
+    assert admitted.done()
+    assert not other.is_set()
+    choices.close()
+    await store.all_closed()
+
+
+async def test_choices_that_end_without_text_end() -> None:
     store, got = Store(), []
     choices = store.choices(A, n=2)
     await choices.admitted()
-    store.answers[A, 0].end()
     await settled()
-    assert store.submitted == [(A, 0), (A, 1)]
-    store.answers[A, 1].end()
+    for answer in store.answers.values():
+        answer.end()
     await taken(choices, got)
     assert got == [Piece(0, "", "length"), Piece(1, "", "length")]
 
@@ -147,12 +155,11 @@ async def test_indexes_count_prompt_by_prompt_and_every_choice_ends_once() -> No
     store, got = Store(), []
     choices = store.choices(A, B, n=2)
     await choices.admitted()
+    await settled()
     assert choices.count == 4
     for prompt, text in ((B, "b"), (A, "a")):
-        store.answers[prompt, 0].say(f"{text}0")
-    await settled()
-    for prompt, text in ((A, "a"), (B, "b")):
-        store.answers[prompt, 1].say(f"{text}1")
+        for choice in (1, 0):
+            store.answers[prompt, choice].say(f"{text}{choice}")
     await settled()
     for answer in store.answers.values():
         answer.end()
@@ -169,10 +176,10 @@ async def test_usage_counts_each_prompt_once_and_the_output_of_all() -> None:
     store, got = Store(), []
     choices = store.choices(A, B, n=3)
     await choices.admitted()
-    for prompt in (A, B):
-        store.answers[prompt, 0].say("x")
     await settled()
     assert len(store.answers) == 6
+    for prompt in (A, B):
+        store.answers[prompt, 0].say("x")
     for answer in store.answers.values():
         answer.say("y")
         answer.end()
@@ -193,11 +200,22 @@ async def test_a_refusal_of_any_prompt_is_the_answer_before_anything_is_sent() -
     assert refused.value is REFUSED
     choices.close()
     await store.all_closed()
-    assert store.submitted == [(A, 0), (B, 0)]
 
 
-def later_refusal(store: Store) -> None:
-    store.admits[A, 1] = FAILED
+async def test_a_refusal_of_a_later_choice_fails_the_request() -> None:
+    store = Store()
+    store.admits[A, 0] = asyncio.Event()
+    store.admits[B, 1] = REFUSED
+    choices = store.choices(A, B, n=2)
+    with pytest.raises(ApiError) as refused:
+        await choices.admitted()
+    assert refused.value is REFUSED
+    choices.close()
+    await store.all_closed()
+
+
+def failing_later(store: Store) -> None:
+    store.answers[A, 1].end(FAILED)
 
 
 def failing_first(store: Store) -> None:
@@ -208,11 +226,12 @@ def failing_other_prompt(store: Store) -> None:
     store.answers[B, 0].end(FAILED)
 
 
-@pytest.mark.parametrize("fail", [later_refusal, failing_first, failing_other_prompt])
+@pytest.mark.parametrize("fail", [failing_later, failing_first, failing_other_prompt])
 async def test_one_choice_that_fails_fails_the_request(fail: Callable[[Store], None]) -> None:
     store, got = Store(), []
     choices = store.choices(A, B, n=2)
     await choices.admitted()
+    await settled()
     fail(store)
     store.answers[A, 0].say("a")
     with pytest.raises(ApiError) as failed:
@@ -248,17 +267,16 @@ async def test_an_interruption_ends_the_request_wherever_it_is(admitted: bool) -
     await store.all_closed()
 
 
-async def test_closing_ends_what_waits_and_what_runs_and_submits_nothing_more() -> None:
+async def test_closing_ends_what_waits_and_what_runs() -> None:
     store = Store()
     store.admits[B, 0] = asyncio.Event()
     choices = store.choices(A, B, n=3)
     await settled()
     store.answers[A, 0].say("a")
     await settled()
-    assert len(store.answers) == 3
+    assert len(store.answers) == 5
     choices.close()
     await store.all_closed()
     assert not store.closing
-    assert len(store.submitted) == 4
     with pytest.raises(asyncio.CancelledError):
         await choices.admitted()

@@ -102,12 +102,12 @@ class Scene:
         return Client(reader, writer)
 
     async def begin(self, path: str, stream: bool, **fields: Any) -> tuple[Client, Sequence]:
-        """Send a request, wait until the store has it, and let one step through."""
-        before = sum(isinstance(message, Submit) for message in self.arrived)
+        """Send a request of one prompt, wait until the store has it, and let one step through; its first choice."""
+        before, choices = sum(isinstance(message, Submit) for message in self.arrived), fields.get("n", 1)
         client = await self.ask(path, stream, **fields)
-        await self.submitted(before + 1)
+        await self.submitted(before + choices)
         await self.step()
-        return client, list(self.inside.engine._sequences.values())[-1]
+        return client, list(self.inside.engine._sequences.values())[-choices]
 
     async def submitted(self, count: int) -> None:
         """Wait until so many submissions have reached the store."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,12 +13,13 @@ import pytest
 
 from cachestore.protocol import Finished, Started, Submit, Tokens
 from gateway.prompt.tokens import Prompt, Tokenizer
-from tests.system.in_process import Customer, InProcess, in_process
+from tests.system.in_process import Customer, InProcess, in_process, until
 from tests.system.scripted import (
     CHAT,
     TEXT,
     ScriptedRunner,
     Words,
+    arrivals,
     byte_ids,
     events_of,
     idle,
@@ -32,11 +34,11 @@ STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": Tr
 
 
 @asynccontextmanager
-async def letters(folder: Path) -> AsyncIterator[tuple[InProcess, ScriptedRunner, Customer]]:
+async def letters(folder: Path, **limited: int) -> AsyncIterator[tuple[InProcess, ScriptedRunner, Customer]]:
     """A model that answers with letters which its seed decides: same seed, same text."""
     runner = ScriptedRunner()
     runner.says = lambda sequence: byte_ids("abcdefgh")[(sequence.sampling.seed + sequence.output_tokens) % 8]
-    async with in_process(folder, Words.write(folder / "model").directory, runner=runner) as inside:
+    async with in_process(folder, Words.write(folder / "model").directory, runner=runner, **limited) as inside:
         yield inside, runner, await inside.customer("a")
         await idle(inside)
 
@@ -62,26 +64,46 @@ def joined(chunks: list[Any]) -> dict[int, str]:
     return found
 
 
+def submits(arrived: list[Any]) -> list[Submit]:
+    return [message for message in arrived if isinstance(message, Submit)]
+
+
 def seeds(submitted: list[Submit]) -> list[int]:
     return [submit.sampling.seed for submit in submitted]
 
 
 async def test_the_first_choice_computes_the_prompt_and_the_others_adopt_its_blocks(tmp_path: Path) -> None:
-    async with letters(tmp_path) as (inside, _, customer):
-        said = events_of(inside)
-        usage = (await ask(inside, customer, prompt=byte_ids("x" * 40), n=4)).json()["usage"]
+    # The prompt takes two steps, and the second has room for others.
+    async with letters(tmp_path, step_tokens=64, max_running=64) as (inside, runner, customer):
+        runner.close()
+        said, arrived = events_of(inside), arrivals(inside)
+        asked = asyncio.create_task(ask(inside, customer, prompt=byte_ids("x" * 104), n=4, seed=0))
+        # All of them were asked for when the first has no token yet.
+        await until(lambda: len(submits(arrived)) == 4 and runner.waiting)
+        assert seeds(submits(arrived)) == [0, 1, 2, 3]
+        assert not any(isinstance(event, Tokens) for event in said)
+        runner.open()
+        usage = (await asked).json()["usage"]
         started = [event.cached_tokens for event in said if isinstance(event, Started)]
-        assert started == [0, 32, 32, 32]
+        assert started == [0, 96, 96, 96]
         # The prompt once, of the others the 8 tokens behind the last whole block; all sampled tokens but the last.
-        assert inside.engine.computed_tokens == 40 + 3 * 8 + 4 * 2
-        # None of the others was asked for before the first had tokens.
-        starts = [number for number, event in enumerate(said) if isinstance(event, Started)]
-        tokens = next(number for number, event in enumerate(said) if isinstance(event, Tokens))
-        assert starts[0] < tokens < starts[1]
-        assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 32}
-        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (40, 12, 52)
-        again = (await ask(inside, customer, prompt=byte_ids("x" * 40), n=4)).json()["usage"]
-        assert again["prompt_tokens_details"] == {"cached_tokens": 32, "cache_write_tokens": 0}
+        assert inside.engine.computed_tokens == 104 + 3 * 8 + 4 * 2
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 96}
+        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (104, 12, 116)
+        again = (await ask(inside, customer, prompt=byte_ids("x" * 104), n=4)).json()["usage"]
+        assert again["prompt_tokens_details"] == {"cached_tokens": 96, "cache_write_tokens": 0}
+
+
+async def test_waiting_for_the_first_choice_is_no_waiting_for_room(tmp_path: Path) -> None:
+    async with letters(tmp_path, max_running=16, step_tokens=16) as (inside, runner, customer):
+        runner.close()
+        arrived = arrivals(inside)
+        asked = asyncio.create_task(ask(inside, customer, prompt=byte_ids("x" * 40), n=4))
+        await until(lambda: len(submits(arrived)) == 4 and runner.waiting)
+        # Longer than any tenant's requests may wait.
+        inside.engine._clock_ns = lambda: time.monotonic_ns() + 3_600_000_000_000
+        runner.open()
+        assert len(texts(await asked)) == 4
 
 
 async def test_usage_of_several_prompts_counts_each_once(tmp_path: Path) -> None:
