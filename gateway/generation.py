@@ -143,6 +143,7 @@ async def start(admitted: Admitted, number: int, choice: int, max_tokens: int) -
                 sampling=sampling,
                 max_tokens=max_tokens,
                 queue_deadline_ns=deadline_ns,
+                ttl_seconds=generation.ttl_seconds,
             )
         except StoreLost:
             # Lost while the prompt was made ready: whatever ended the store, this request was not it.

@@ -42,7 +42,8 @@ CHANGES_NOTHING: dict[str, tuple[object, ...]] = {
     "store": (False,),
     "echo": (False,),
     "suffix": ("",),
-    "prompt_cache_options": ({},),
+    # How long OpenAI may keep something at most, in old and new spelling; no block is dropped for its age here.
+    "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
     "prompt_cache_breakpoint": ({},),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),

@@ -23,6 +23,7 @@ from msgspec import Meta
 
 from cachestore.protocol import MAX_BIASED_TOKENS, MAX_TOP_LOGPROBS
 from gateway.http.body import convert
+from gateway.http.cache_options import CacheOptions, read_ttl_seconds
 from gateway.http.errors import bad_value
 from gateway.http.fields import built_fields, sort_out_fields
 from gateway.prompt.template import OWN_VARIABLES, Rendering
@@ -70,6 +71,7 @@ class Generation:
         logprobs: None, or how many of the likeliest tokens are told with each token.
         token_ids: whether the ids of prompt and answer are told.
         scope: narrows the tenant's cache; empty by default.
+        ttl_seconds: how long blocks are wanted after the request's end; 0 for no such wish.
     """
 
     max_tokens: int | None
@@ -93,6 +95,7 @@ class Generation:
     stream: bool
     include_usage: bool
     scope: bytes
+    ttl_seconds: int
 
 
 class StreamOptions(msgspec.Struct):
@@ -125,6 +128,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     cache_salt: CacheSalt | None = None
     prompt_cache_key: PromptCacheKey | None = None
+    prompt_cache_options: CacheOptions | None = None
 
     def __post_init__(self) -> None:
         if self.cache_salt is not None:
@@ -140,6 +144,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         if len(self.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
             message = f"stop_token_ids may have {MAX_STOP_TOKEN_IDS} ids; it has {len(self.stop_token_ids or ())}."
             raise bad_value("stop_token_ids", message)
+        read_ttl_seconds(self.prompt_cache_options or {})
         _check_bias(self.logit_bias or {})
 
     def told_logprobs(self) -> int | None:
@@ -171,6 +176,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             stream=bool(self.stream),
             include_usage=bool(options.include_usage),
             scope=(self.cache_salt or "").encode("utf-8"),
+            ttl_seconds=read_ttl_seconds(self.prompt_cache_options or {}),
         )
 
 

@@ -17,8 +17,10 @@ MAX_CHOICES = 2
 REFUSALS = re.compile(
     r"cursor must be a next_cursor|expires_at must lie between now|.* together; the context is 2048"
     r"|.* one request has at most|.* is no token id; this model has"
-    # A schema counts characters and not bytes, takes 1.0 for an integer, and has no bounds where any value may be.
+    # A schema counts characters and not bytes, takes 1.0 for an integer, and has no bounds where any value may be, nor
+    # for a number in a string.
     r"|cache_salt must be 1 to 256 bytes|prompt_cache_key may have 256 bytes|Expected `int[^`]*`, got `float`"
+    r"|The ttl of prompt_cache_options is a whole number"
     r"|The body has an integer of more than 64 bits|min_tokens is \d+ and an answer may have"
     r"|top_logprobs needs logprobs|Only a last message of the assistant"
     r"|The last message is continued or a new one begun"

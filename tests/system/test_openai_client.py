@@ -91,6 +91,19 @@ def test_extras_go_through_the_extra_body(client: OpenAI, server: Server) -> Non
     assert refused.value.param == "cache_salt"
 
 
+def test_the_client_says_how_long_blocks_are_wanted(client: OpenAI, server: Server) -> None:
+    asked: Any = {"model": server.model, "max_tokens": 1, "messages": [{"role": "user", "content": "1 2 3"}]}
+    assert client.chat.completions.create(**asked, prompt_cache_options={"ttl": "30m"}, prompt_cache_retention="24h")
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**asked, prompt_cache_options={"mode": "explicit", "ttl": "30m"})
+    assert refused.value.param == "prompt_cache_options"
+    text: Any = {"model": server.model, "max_tokens": 1, "prompt": "1 2 3"}
+    assert client.completions.create(**text, extra_body={"prompt_cache_options": {"ttl": "24h"}})
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(**text, extra_body={"prompt_cache_options": {"ttl": "25h"}})
+    assert refused.value.param == "prompt_cache_options"
+
+
 def test_refusals_are_the_clients_own_exceptions(client: OpenAI, server: Server) -> None:
     def ask(client: OpenAI, **fields: Any) -> Any:
         asked: Any = {"model": server.model, "messages": QUESTION, "max_tokens": 1, "temperature": 0} | fields

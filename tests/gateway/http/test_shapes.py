@@ -37,6 +37,7 @@ DEFAULTS = Generation(
     stream=False,
     include_usage=False,
     scope=b"",
+    ttl_seconds=0,
 )
 
 
@@ -81,6 +82,7 @@ def test_both_routes_ask_for_the_same_kind_of_generation(ask: Any) -> None:
         stream=True,
         stream_options={"include_usage": True, "include_obfuscation": False},
         cache_salt="sälz",
+        prompt_cache_options={"ttl": "30m", "mode": "implicit"},
     )
     assert request.generation() == Generation(
         max_tokens=7,
@@ -104,6 +106,7 @@ def test_both_routes_ask_for_the_same_kind_of_generation(ask: Any) -> None:
         stream=True,
         include_usage=True,
         scope="sälz".encode(),
+        ttl_seconds=1800,
     )
     assert ask(stop="x").generation().stop == ("x",)
     assert ask(max_completion_tokens=5, max_tokens=9).generation().max_tokens == 5
@@ -114,7 +117,7 @@ def test_b121_null_is_absent(ask: Any) -> None:
     names = ["max_tokens", "temperature", "top_p", "n", "stop", "stream", "stream_options", "seed", "logit_bias"]
     names += ["logprobs", "user", "max_completion_tokens", "top_k", "ignore_eos", "cache_salt", "tools", "echo"]
     names += ["min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "min_tokens"]
-    names += ["include_stop_str_in_output", "top_logprobs", "return_token_ids"]
+    names += ["include_stop_str_in_output", "top_logprobs", "return_token_ids", "prompt_cache_options"]
     assert ask(**dict.fromkeys(names)).generation() == ask().generation() == DEFAULTS
 
 
@@ -176,6 +179,14 @@ def test_b122_a_token_limit_is_a_positive_integer(ask: Any, name: str, value: An
         ("min_tokens", 0.5),
         ("min_tokens", 2**31),
         ("return_token_ids", "yes"),
+        ("prompt_cache_options", "30m"),
+        ("prompt_cache_options", [{"ttl": "30m"}]),
+        ("prompt_cache_options", {"mode": "explicit"}),
+        ("prompt_cache_options", {"mode": "Implicit"}),
+        ("prompt_cache_options", {"mode": ["implicit"]}),
+        ("prompt_cache_options", {"ttl": "30m", "breakpoints": []}),
+        ("prompt_cache_retention", "48h"),
+        ("prompt_cache_retention", 24),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(ask: Any, name: str, value: Any) -> None:
@@ -361,6 +372,28 @@ def test_b167_a_scope_is_bounded_and_kept_as_it_is(ask: Any) -> None:
         assert refused(ask, cache_salt=salt).param == "cache_salt"
     for salt in ("x" * 256, "é" * 128, "b/c", "@", "\0", "../"):
         assert ask(cache_salt=salt).generation().scope == salt.encode()
+
+
+@both
+def test_a_lifetime_is_a_whole_number_of_seconds_minutes_or_hours_up_to_a_day(ask: Any) -> None:
+    for ttl, seconds in (("1s", 1), ("86400s", 86400), ("30m", 1800), ("1440m", 86400), ("24h", 86400), (None, 0)):
+        assert ask(prompt_cache_options={"ttl": ttl}).generation().ttl_seconds == seconds
+    for options in (None, {}, {"mode": None}, {"mode": "implicit"}):
+        assert ask(prompt_cache_options=options).generation() == DEFAULTS
+    outside = ("0s", "86401s", "1441m", "25h", "9" * 5000 + "s")
+    wrong = ("1d", "90", "-1s", "+1s", "1.5h", " 1s", "1s ", "1s\n", "1 s", "01s", "1S", "s", "", "١s", "９s")
+    for ttl in (*outside, *wrong, 1800, True, {}, ["1s"]):
+        error = refused(ask, prompt_cache_options={"ttl": ttl})
+        assert error.param == "prompt_cache_options"
+        assert "1s to 24h" in error.message
+
+
+@both
+def test_what_is_refused_of_cache_options_is_not_repeated(ask: Any) -> None:
+    for options in ({"canary": 1}, {"ttl": "canary"}, {"mode": "canary"}, {"ttl": {"canary": 1}}):
+        error = refused(ask, prompt_cache_options=options)
+        assert error.param == "prompt_cache_options"
+        assert "canary" not in error.message
 
 
 def test_no_known_field_is_in_two_groups() -> None:
