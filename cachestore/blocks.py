@@ -129,7 +129,8 @@ class BlockPool:
             )
         own, anybodys = shares.to_evict(owner, count)
         self._evict(owner, own)
-        self.limit_evictions += own
+        if shares.cap(owner) < self.total:
+            self.limit_evictions += own
         shares.hold(owner, count - anybodys)
         taken = self._take(count - anybodys)
         for victim, blocks in shares.victims(owner, anybodys):

@@ -93,7 +93,13 @@ TOKEN_TYPE = Attribute("gen_ai.token.type", "string", "input or output")
 
 TENANT = Attribute("saltern.tenant.id", "string", "the tenant's public id; on spans and on the metrics of tenants")
 REQUEST_ID = Attribute("saltern.request.id", "string", "as in the header x-request-id")
-MISS_BLOCK = Attribute("saltern.cache.miss_block", "int", "index of the first block that was not found")
+MISS_BLOCK = Attribute("saltern.cache.miss_block", "int", "index of the first full block that was not found")
+MISS_REASON = Attribute(
+    "saltern.cache.miss_reason",
+    "string",
+    "why not: cold (nothing went on from there), diverged (something else did), evicted, expired (evicted when its "
+    "time was over) or not_stored",
+)
 PROMPT_TOKENS = Attribute("saltern.prompt.tokens", "int", "tokens of all prompts")
 PROMPT_BLOCKS = Attribute("saltern.prompt.blocks", "int", "full blocks of all prompts")
 REMEMBERED_TOKENS = Attribute("saltern.prompt.remembered_tokens", "int", "of those, not tokenised again")
@@ -161,7 +167,7 @@ QUEUE = SpanKind("store.queue", "until the store admitted it, or refused, or nob
 PREFILL = SpanKind(
     "store.prefill",
     "from admission to the first token",
-    (CACHED_DEVICE_TOKENS, MISS_BLOCK, COMPUTED_TOKENS, CHUNKS, ERROR),
+    (CACHED_DEVICE_TOKENS, MISS_BLOCK, MISS_REASON, COMPUTED_TOKENS, CHUNKS, ERROR),
 )
 DECODE = SpanKind("store.decode", "from the first token to the last", (DECODED_TOKENS, STEPS, PREEMPTIONS, ERROR))
 SETTLE = SpanKind("quota.settle", "booking what it used; after a second nobody waits for it any more", (ERROR,))

@@ -152,6 +152,7 @@ def _store(submission: Submission) -> Iterator[SpanTree]:
         {
             names.CACHED_DEVICE_TOKENS: started.cached_tokens,
             names.MISS_BLOCK: started.miss_block,
+            names.MISS_REASON: started.miss_reason,
             names.COMPUTED_TOKENS: counts.computed_tokens if counts else None,
             names.CHUNKS: counts.steps - decoding if counts else None,
             names.ERROR: prefill_error,

@@ -16,6 +16,7 @@ from gateway.telemetry import names
 from gateway.telemetry.providers import Exporters
 from gateway.telemetry.telemetry import Telemetry
 from tests.system.in_process import PATIENCE_SECONDS, InProcess, in_process
+from tests.system.metered import limit
 from tests.system.scene import scene
 from tests.system.scripted import CHAT, TEXT, ScriptedRunner, idle, until
 
@@ -213,6 +214,29 @@ async def test_counters_of_the_store_are_published(tmp_path: Path, default_model
         assert sum(found["saltern_store_steps_total"].values()) == engine.steps == 30
         assert sum(found["saltern_store_step_time_seconds_total"].values()) == pytest.approx(engine.step_ns / 1e9)
         assert labelled(found["saltern_cache_tokens_total"], "saltern_cache_outcome") == {"hit": 0, "miss": 3000}
+
+
+async def test_blocks_that_gave_way_are_counted_by_cause(tmp_path: Path, default_model: Path) -> None:
+    async with in_process(tmp_path, default_model, 16) as inside:
+        customer = await inside.customer("a")
+        for start in range(0, 800, 200):
+            await inside.complete(customer, [*range(start, start + 100)])
+        await idle(inside)
+        needed = inside.engine.pool.evictions
+        await limit(inside, customer.id, device_max_tokens=5 * 16)
+
+        async def evicted() -> dict[str, float]:
+            return labelled((await scraped(inside))["saltern_cache_evictions_total"], "saltern_cache_cause")
+
+        async def all_evicted() -> float:
+            return sum((await evicted()).values())
+
+        await until_told(all_evicted, inside.engine.pool.evictions)
+        # All but five of the fifteen or sixteen that there were.
+        limited = inside.engine.pool.evictions - needed
+        assert await evicted() == {"capacity": needed, "limit": limited}
+        assert needed
+        assert limited
 
 
 async def test_without_a_store_there_are_no_gauges_and_counters_stay(tmp_path: Path, default_model: Path) -> None:

@@ -96,7 +96,8 @@ async def test_a_finished_request_is_one_trace(
         "saltern.prompt.remembered_tokens": 0,
     }
     prefill = dict(trace["store.prefill"].attributes)
-    assert prefill.pop("saltern.cache.miss_block", 0) == 0
+    if prompt_tokens >= 16:
+        assert (prefill.pop("saltern.cache.miss_block"), prefill.pop("saltern.cache.miss_reason")) == (0, "cold")
     assert prefill == {
         "saltern.cache.device.tokens": 0,
         "saltern.store.computed_tokens": prompt_tokens + len("pepper"),
@@ -119,11 +120,16 @@ async def test_what_came_from_the_cache_is_told(tmp_path: Path, default_model: P
         await inside.complete(customer, [*range(100, 140)])
         await inside.complete(customer, [*range(100, 148)])
         await inside.complete(customer, [*range(100, 132), *range(300, 332)])
-        *_, longer, other = await recording.some(3)
+        await inside.complete(customer, [*range(100, 148), 7])
+        *_, longer, other, all_of_it = await recording.some(4)
     assert longer["store.prefill"].attributes["saltern.cache.device.tokens"] == 32
     assert longer.generation.attributes["gen_ai.usage.cache_read.input_tokens"] == 32
     assert longer.generation.attributes["gen_ai.usage.cache_creation.input_tokens"] == 16
-    assert other["store.prefill"].attributes["saltern.cache.miss_block"] == 2
+    misses = [
+        tuple(trace["store.prefill"].attributes.get(f"saltern.cache.miss_{what}") for what in ("block", "reason"))
+        for trace in (longer, other, all_of_it)
+    ]
+    assert misses == [(2, "cold"), (2, "diverged"), (None, None)]
 
 
 async def test_every_choice_of_every_prompt_has_its_time_at_the_store(tmp_path: Path, default_model: Path) -> None:
