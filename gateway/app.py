@@ -60,6 +60,7 @@ async def open_gateway(
         await quotas.start()
         telemetry.observe_gateway(
             report=lambda: link.report,
+            missing_blocks=lambda: link.missing_blocks,
             totals=link.totals,
             unwrap_failures=lambda: directory.keyring.unwrap_failures,
             quota_refusals=lambda: quotas.refusals,
@@ -114,7 +115,8 @@ def _router(routes: list[Route], directory: Directory, telemetry: Telemetry) -> 
 class Health:
     """`/livez`: this process answers. `/readyz`: requests would be served. Neither says anything of a tenant.
 
-    `/readyz?verbose` adds the sizes that it serves with; a block is the smallest prefix that is reused.
+    `/readyz?verbose` adds the sizes that it serves with; a block is the smallest prefix that is reused. Of reservations
+    it says only that they are not wholly in force: tenants read it, and how many blocks that are is in the metrics.
     """
 
     def __init__(self, link: StoreLink, completions: Completions) -> None:
@@ -143,6 +145,8 @@ class Health:
         lines = [trouble or "ready"]
         if "verbose" in request.query_params:
             lines += [f"step_age_ms {self._link.step_age_ms}", *self._sizes()]
+            if self._link.missing_blocks:
+                lines.append("reservations partly_in_force")
         return PlainTextResponse("".join(f"{line}\n" for line in lines), 503 if trouble else 200)
 
     def _sizes(self) -> list[str]:

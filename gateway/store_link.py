@@ -94,6 +94,8 @@ class StoreLink:
         # The last one there was, gone or not.
         self._client: StoreClient | None = None
         self._totals = StoreTotals()
+        # How many blocks tenants have reserved beyond those that the store has.
+        self._overbooked_blocks = 0
 
     @property
     def heard_at(self) -> float:
@@ -130,6 +132,11 @@ class StoreLink:
         """What the connected store last said of itself, at most a second ago; None without one."""
         return None if self._client is None or self._client.closed.is_set() else self._client.report
 
+    @property
+    def missing_blocks(self) -> int:
+        """What reservations lack to be wholly in force: the store has not so many, or they are not free yet."""
+        return self._overbooked_blocks + (report.missing_blocks if (report := self.report) else 0)
+
     def totals(self) -> Totals:
         """What all stores that there were have counted."""
         if self._client is not None and (report := self._client.report):
@@ -145,13 +152,16 @@ class StoreLink:
         except StoreLost:
             return None
 
-    async def set_limits(self, limits: CacheLimits) -> None:
+    async def set_limits(self, changed: CacheLimits) -> None:
         """They are in force when this returns, where a store answers; others get them before its first request."""
-        if self._commanded is None:
+        if (client := self._commanded) is None:
             return
-        with contextlib.suppress(StoreLost):
-            self._commanded.open_account(_opening(limits, _pool(self._commanded)))
-            await self._commanded.account_report(limits.account)
+        # Without the database they are found there within a second of its return.
+        with contextlib.suppress(DatabaseUnavailable, StoreLost):
+            for limits in await self._limits(client):
+                if limits.account == changed.account:
+                    client.open_account(_opening(limits, _pool(client)))
+                    await client.account_report(limits.account)
 
     async def flush(self, account: bytes) -> Dropped:
         """All that is cached of the account has left the index when this returns.
@@ -175,12 +185,11 @@ class StoreLink:
             report = await client.account_report(account)
         except StoreLost:
             raise _unavailable() from None
-        geometry = client.welcome.geometry
-        blocks, block_tokens = report.held_blocks + report.cached_blocks, geometry.block_tokens
+        blocks, block_tokens = report.held_blocks + report.cached_blocks, client.welcome.geometry.block_tokens
         return AccountCache(
             blocks,
             blocks * block_tokens,
-            blocks * block_tokens * geometry.bytes_per_token,
+            report.bytes,
             report.reserved_blocks * block_tokens,
             None if report.max_blocks is None else report.max_blocks * block_tokens,
             report.hit_tokens,
@@ -246,11 +255,24 @@ class StoreLink:
 
     async def _send_limits(self, client: StoreClient) -> tuple[object, ...]:
         """All of them; answers what `cache_limits.mark` was before they were read. Raises StoreLost."""
-        mark, pool = await cache_limits.mark(self._directory.database), _pool(client)
-        for limits in await cache_limits.read_limits(self._directory.database):
-            client.open_account(_opening(limits, pool))
+        mark = await cache_limits.mark(self._directory.database)
+        for limits in await self._limits(client):
+            client.open_account(_opening(limits, _pool(client)))
             await client.drain()
         return mark
+
+    async def _limits(self, client: StoreClient) -> list[CacheLimits]:
+        """Those of all tenants, as far as they fit in the store."""
+        limits, pool = await cache_limits.read_limits(self._directory.database), _pool(client)
+        reserved_blocks = cache_limits.reserved_blocks(limits, pool)
+        before, self._overbooked_blocks = self._overbooked_blocks, max(0, reserved_blocks - pool.blocks)
+        if self._overbooked_blocks not in (0, before):
+            log.warning(
+                "tenants have reserved %d blocks and the cache has %d: every reservation is scaled down to that",
+                reserved_blocks,
+                pool.blocks,
+            )
+        return cache_limits.fit(limits, pool)
 
     async def _open_model(self, client: StoreClient) -> ServedModel:
         """The model of this store: the one in hand, conversations and all, when nothing of it has changed."""

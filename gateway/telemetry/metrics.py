@@ -99,6 +99,7 @@ def observe_gateway(
     meter: Meter,
     *,
     report: Callable[[], StatsReport | None],
+    missing_blocks: Callable[[], int],
     totals: Callable[[], Totals],
     unwrap_failures: Callable[[], Mapping[str, int]],
     quota_refusals: Callable[[], Mapping[tuple[str, str], int]],
@@ -108,6 +109,7 @@ def observe_gateway(
 
     Args:
         report: the connected store's last one; without a store there are no gauges.
+        missing_blocks: what reservations lack to be wholly in force.
         totals: what all stores have counted.
         unwrap_failures: by purpose.
         quota_refusals: by whose limit it was, and which.
@@ -131,6 +133,13 @@ def observe_gateway(
             (last.free_blocks, _TIER | {names.BLOCK_STATE: "free"}),
             (last.held_blocks, _TIER | {names.BLOCK_STATE: "held"}),
             (last.cached_blocks, _TIER | {names.BLOCK_STATE: "cached"}),
+        ),
+    )
+    gauge(
+        names.RESERVED_BLOCKS,
+        lambda last: (
+            (last.reserved_blocks, _TIER | {names.RESERVATION_STATE: "in_force"}),
+            (missing_blocks(), _TIER | {names.RESERVATION_STATE: "missing"}),
         ),
     )
     gauge(

@@ -113,6 +113,11 @@ TIER = Attribute("saltern.cache.tier", "string", "device")
 OUTCOME = Attribute("saltern.outcome", "string", "of a request: finished, aborted, refused or failed")
 CACHE_OUTCOME = Attribute("saltern.cache.outcome", "string", "of a prompt token: hit or miss")
 BLOCK_STATE = Attribute("saltern.cache.state", "string", "free, held or cached")
+RESERVATION_STATE = Attribute(
+    "saltern.cache.reservation.state",
+    "string",
+    "in_force, or missing: reserved, and not free yet, or more than the store has",
+)
 EVICTION_CAUSE = Attribute(
     "saltern.cache.cause", "string", "capacity: the block was needed; limit: its tenant may not have so many"
 )
@@ -231,6 +236,9 @@ OVERHEAD = Metric(
     (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
 )
 CACHE_BLOCKS = Metric("saltern.cache.blocks", "gauge", "{block}", "blocks of the pool", (TIER, BLOCK_STATE))
+RESERVED_BLOCKS = Metric(
+    "saltern.cache.reserved_blocks", "gauge", "{block}", "blocks that tenants have reserved", (TIER, RESERVATION_STATE)
+)
 EVICTIONS = Metric("saltern.cache.evictions", "counter", "{block}", "cached blocks given up", (TIER, EVICTION_CAUSE))
 STORE_STEPS = Metric("saltern.store.steps", "counter", "{step}", "steps of the engine")
 STORE_STEP_TIME = Metric("saltern.store.step.time", "counter", "s", "time that those steps took")
@@ -267,6 +275,7 @@ METRICS = (
     CACHE_TOKENS,
     OVERHEAD,
     CACHE_BLOCKS,
+    RESERVED_BLOCKS,
     EVICTIONS,
     STORE_STEPS,
     STORE_STEP_TIME,

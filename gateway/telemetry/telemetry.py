@@ -50,6 +50,7 @@ class Telemetry:
         self,
         *,
         report: Callable[[], StatsReport | None],
+        missing_blocks: Callable[[], int],
         totals: Callable[[], Totals],
         unwrap_failures: Callable[[], Mapping[str, int]],
         quota_refusals: Callable[[], Mapping[tuple[str, str], int]],
@@ -59,6 +60,7 @@ class Telemetry:
         observe_gateway(
             self._meter,
             report=report,
+            missing_blocks=missing_blocks,
             totals=totals,
             unwrap_failures=unwrap_failures,
             quota_refusals=quota_refusals,

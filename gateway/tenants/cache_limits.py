@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import func, select
@@ -82,6 +83,27 @@ class Overbooked(Exception):
         self.wanted_tokens = wanted_tokens
         self.free_tokens = free_tokens
         self.pool = pool
+
+
+def reserved_blocks(limits: Sequence[CacheLimits], pool: Pool) -> int:
+    """Of all together, in whole blocks of this cache."""
+    return sum(pool.blocks_for(each.reserved_tokens) for each in limits)
+
+
+def fit(limits: Sequence[CacheLimits], pool: Pool) -> list[CacheLimits]:
+    """What is in force of the limits of all tenants in this cache.
+
+    Where it has less than they have reserved (it was larger once), each has the same part of its reservation, in whole
+    blocks rounded down; a strict one's maximum goes with it.
+    """
+    reserved = reserved_blocks(limits, pool)
+    if reserved <= pool.blocks:
+        return list(limits)
+    fitted = []
+    for each in limits:
+        tokens = pool.blocks_for(each.reserved_tokens) * pool.blocks // reserved * pool.block_tokens
+        fitted.append(replace(each, reserved_tokens=tokens, max_tokens=tokens if each.strict else each.max_tokens))
+    return fitted
 
 
 async def refuse_overbooked(session: AsyncSession, tenant_id: str, reserved_tokens: int) -> None:

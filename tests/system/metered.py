@@ -125,11 +125,11 @@ class Metered:
 
 
 @asynccontextmanager
-async def metered(folder: Path, max_running: int = 256) -> AsyncIterator[Metered]:
+async def metered(folder: Path, max_running: int = 256, blocks: int = 4096) -> AsyncIterator[Metered]:
     """In the end nothing is reserved, the books agree, and the store holds nothing."""
     runner = ScriptedRunner()
     model = Words.write(folder / "model").directory
-    async with in_process(folder, model, runner=runner, max_running=max_running) as inside:
+    async with in_process(folder, model, blocks, runner=runner, max_running=max_running) as inside:
         yield Metered(inside, runner, await inside.customer("a"), stop_clock(inside))
         runner.open()
         await idle(inside)

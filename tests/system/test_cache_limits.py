@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import re
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from gateway.telemetry.telemetry import Telemetry
 from gateway.tenants.limits import LimitRegistry
 from policies.eviction import NO_LIMITS, AccountLimits
 from tests.system.in_process import BLOCK_BYTES, Customer, InProcess, _client, in_process, until
-from tests.system.metered import TENANTS, limit, metered
+from tests.system.metered import TENANTS, Metered, limit, metered
+from tests.system.scripted import idle
 from tests.system.support import random_prompt
 from tests.system.wire import refusal
 
@@ -152,6 +155,87 @@ async def test_limits_that_were_changed_and_not_sent_are_found_in_the_database(
         await until(lambda: limits_of(inside, customer) == AccountLimits(4))
         await registry.change(customer.id, None, changed(device_reserved_tokens=0))
         await until(lambda: limits_of(inside, customer) == NO_LIMITS)
+
+
+async def test_in_a_store_that_is_too_small_each_has_the_same_part_of_its_reservation(
+    tmp_path: Path, default_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(store_link, "LIMITS_SECONDS", 0.01)
+    async with in_process(tmp_path, default_model, POOL_BLOCKS) as inside:
+        large, strict, small = [await inside.customer(name) for name in ("large", "strict", "small")]
+        await limit(inside, large.id, device_reserved_tokens=32 * 16)
+        await limit(inside, strict.id, device_reserved_tokens=20 * 16, device_max_tokens=20 * 16, strict=True)
+        await limit(inside, small.id, device_reserved_tokens=12 * 16, device_max_tokens=50 * 16)
+        assert "partly_in_force" not in (await inside.http.get("/readyz?verbose")).text
+    caplog.clear()
+    # Another one, with half of it.
+    async with in_process(tmp_path, default_model, POOL_BLOCKS // 2) as inside:
+        everybody = (large, strict, small)
+        parts = [AccountLimits(16), AccountLimits(10, 10, 1.0, True), AccountLimits(6, 50)]
+        await until(lambda: [limits_of(inside, each) for each in everybody] == parts)
+        # All of that is in force.
+        shares = inside.engine.pool.shares
+        assert [shares.account(each.account).reserved for each in everybody] == [16, 10, 6]
+        await until(lambda: (report := inside.gateway.link.report) and report.reserved_blocks == 32)
+        metrics = (await inside.admin.get("/metrics")).text
+        assert reserved_blocks(metrics) == {"in_force": 32, "missing": 32}
+        (line,) = [record.message for record in caplog.records if "reserved" in record.message]
+        assert "64 blocks" in line
+        assert "32" in line
+        told = await inside.http.get("/readyz?verbose")
+        assert told.status_code == 200
+        # That it is so is no secret, and how much it is concerns nobody who has a tenant's key, or none.
+        assert told.text.splitlines()[-1] == "reservations partly_in_force"
+
+        # A change says what is in force of it now, and once they fit all have what was promised.
+        await limit(inside, strict.id, device_reserved_tokens=4 * 16, device_max_tokens=4 * 16, strict=True)
+        assert limits_of(inside, strict) == AccountLimits(2, 2, 1.0, True)
+        await until(lambda: limits_of(inside, large) == AccountLimits(21))
+        await limit(inside, large.id, device_reserved_tokens=16 * 16)
+        assert limits_of(inside, large) == AccountLimits(16)
+        await until(lambda: limits_of(inside, strict) == AccountLimits(4, 4, 1.0, True))
+        await until(lambda: limits_of(inside, small) == AccountLimits(12, 50))
+        await until(lambda: not inside.gateway.link.missing_blocks)
+        assert "partly_in_force" not in (await inside.http.get("/readyz?verbose")).text
+        assert [await inside.cached_tokens(small, random_prompt("small", 180)) for _ in range(2)] == [0, 176]
+        await inside.check()
+
+
+async def test_a_reservation_that_is_not_free_yet_is_missing(tmp_path: Path) -> None:
+    async with metered(tmp_path, blocks=16) as m:
+        link, other = m.inside.gateway.link, await m.inside.customer("b")
+        client = link.connection().client
+        m.runner.close()
+        running = await m.begin(100, 100)
+        await stepping(m, limit(m.inside, other.id, device_reserved_tokens=16 * 16))
+        await stepping(m, client.stats())
+        # The running request needs 13 of 16 to its end.
+        assert link.missing_blocks == 13
+        assert "partly_in_force" in (await m.inside.http.get("/readyz?verbose")).text
+        m.runner.open()
+        assert (await running).status_code == 200
+        await idle(m.inside)
+        await client.stats()
+        assert link.missing_blocks == 0
+        assert "partly_in_force" not in (await m.inside.http.get("/readyz?verbose")).text
+
+
+async def stepping(m: Metered, work: Coroutine[Any, Any, object]) -> None:
+    """Let steps through until it is done: the store looks at its messages between them."""
+    task = asyncio.create_task(work)
+    while not task.done():
+        if m.runner.waiting:
+            m.runner.let()
+        await asyncio.sleep(0.001)
+    await task
+
+
+def reserved_blocks(metrics: str) -> dict[str, float]:
+    """By state, from a scrape."""
+    found = re.findall(
+        r"^saltern_cache_reserved_blocks\{.*saltern_cache_reservation_state=\"(\w+)\".*\} (\S+)$", metrics, re.MULTILINE
+    )
+    return {state: float(blocks) for state, blocks in found}
 
 
 async def test_without_a_store_the_last_pool_decides_and_the_cache_is_503(tmp_path: Path, default_model: Path) -> None:
