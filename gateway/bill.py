@@ -50,6 +50,13 @@ def granted_tokens(model: ServedModel, allowance: Allowance, prompt_tokens: int,
     return min(context - prompt_tokens, most) if wanted is None else wanted
 
 
+def _kept_within(cap: int, prompt_tokens: int, cache_tokens: int) -> int:
+    """The cap, as far as the cache holds it; the last token needs no place there."""
+    room = cache_tokens + 1 - prompt_tokens
+    # Where not even the prompt fits, the store refuses it with its numbers.
+    return min(cap, room) if room > 0 else cap
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What a request may cost.
@@ -65,14 +72,28 @@ class Bounds:
     least: int
 
     @classmethod
-    def of(cls, model: ServedModel, allowance: Allowance, prompts: Sequence[Prompt], wanted: Generation) -> Bounds:
+    def of(
+        cls,
+        model: ServedModel,
+        allowance: Allowance,
+        cache_tokens: int,
+        prompts: Sequence[Prompt],
+        wanted: Generation,
+    ) -> Bounds:
         """
+        Args:
+            cache_tokens: what the tenant can have of the cache for one request.
+
         Raises:
             ApiError: 400 for a prompt, a maximum or a minimum that does not fit.
         """
         caps = tuple(
             granted_tokens(model, allowance, len(prompt.tokens), wanted.max_tokens) for prompt in prompts
         )
+        if wanted.max_tokens is None:
+            caps = tuple(
+                _kept_within(cap, len(prompt.tokens), cache_tokens) for cap, prompt in zip(caps, prompts, strict=True)
+            )
         if wanted.min_tokens > min(caps):
             message = f"min_tokens is {wanted.min_tokens} and an answer may have {min(caps)} tokens; ask for no more."
             raise bad_value("min_tokens", message)

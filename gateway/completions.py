@@ -307,7 +307,8 @@ class Completions:
             prompts = await self._tokenised(principal, tokenise)
             record.prepared = Span(start_ns, now_ns()), _prepared(prompts, record.block_tokens)
             generation.check_vocabulary(model, prompts)
-            bounds = Bounds.of(model, allowance, prompts, wanted)
+            cache_tokens = self._link.most_tokens(allowance.reserved_tokens, strict=allowance.strict)
+            bounds = Bounds.of(model, allowance, cache_tokens, prompts, wanted)
             context = Context.of_store(model.store, wanted.scope)
             naming = Naming(self._directory, principal.tenant_id, context, prompts)
             with contextlib.suppress(SaltUnavailable):

@@ -94,8 +94,8 @@ class StoreLink:
         # The last one there was, gone or not.
         self._client: StoreClient | None = None
         self._totals = StoreTotals()
-        # How many blocks tenants have reserved beyond those that the store has.
-        self._overbooked_blocks = 0
+        # What all tenants have reserved, which may be more than the store has, and what that has.
+        self._booked_blocks = (0, 0)
 
     @property
     def heard_at(self) -> float:
@@ -135,7 +135,20 @@ class StoreLink:
     @property
     def missing_blocks(self) -> int:
         """What reservations lack to be wholly in force: the store has not so many, or they are not free yet."""
-        return self._overbooked_blocks + (report.missing_blocks if (report := self.report) else 0)
+        if (report := self.report) is None:
+            return 0
+        reserved, total = self._booked_blocks
+        return max(0, reserved - total) + report.missing_blocks
+
+    def most_tokens(self, reserved_tokens: int, *, strict: bool) -> int:
+        """What an account with this reservation can have of the cache for one request, as others have reserved it.
+
+        By the store's last report, at most a second old. Raises StoreUnavailable when no store takes requests.
+        """
+        pool, (booked, _) = _pool(self.connection().client), self._booked_blocks
+        own = cache_limits.part_blocks(reserved_tokens, booked, pool)
+        reserved = min(booked, pool.blocks) if (report := self.report) is None else report.reserved_blocks
+        return (own if strict else min(pool.blocks, pool.blocks - reserved + own)) * pool.block_tokens
 
     def totals(self) -> Totals:
         """What all stores that there were have counted."""
@@ -161,7 +174,8 @@ class StoreLink:
             for limits in await self._limits(client):
                 if limits.account == changed.account:
                     client.open_account(_opening(limits, _pool(client)))
-                    await client.account_report(limits.account)
+                    # Answered once they are in force; and the last report knows of them.
+                    await client.stats()
 
     async def flush(self, account: bytes) -> Dropped:
         """All that is cached of the account has left the index when this returns.
@@ -265,8 +279,8 @@ class StoreLink:
         """Those of all tenants, as far as they fit in the store."""
         limits, pool = await cache_limits.read_limits(self._directory.database), _pool(client)
         reserved_blocks = cache_limits.reserved_blocks(limits, pool)
-        before, self._overbooked_blocks = self._overbooked_blocks, max(0, reserved_blocks - pool.blocks)
-        if self._overbooked_blocks not in (0, before):
+        before, self._booked_blocks = self._booked_blocks, (reserved_blocks, pool.blocks)
+        if reserved_blocks > pool.blocks and self._booked_blocks != before:
             log.warning(
                 "tenants have reserved %d blocks and the cache has %d: every reservation is scaled down to that",
                 reserved_blocks,

@@ -90,18 +90,23 @@ def reserved_blocks(limits: Sequence[CacheLimits], pool: Pool) -> int:
     return sum(pool.blocks_for(each.reserved_tokens) for each in limits)
 
 
+def part_blocks(reserved_tokens: int, all_blocks: int, pool: Pool) -> int:
+    """What is in force of a reservation where all together are `all_blocks`: all, or the same part of each."""
+    blocks = pool.blocks_for(reserved_tokens)
+    return blocks if all_blocks <= pool.blocks else blocks * pool.blocks // all_blocks
+
+
 def fit(limits: Sequence[CacheLimits], pool: Pool) -> list[CacheLimits]:
     """What is in force of the limits of all tenants in this cache.
 
-    Where it has less than they have reserved (it was larger once), each has the same part of its reservation, in whole
-    blocks rounded down; a strict one's maximum goes with it.
+    Where it has less than they have reserved (it was larger once), a strict one's maximum goes with its reservation.
     """
     reserved = reserved_blocks(limits, pool)
     if reserved <= pool.blocks:
         return list(limits)
     fitted = []
     for each in limits:
-        tokens = pool.blocks_for(each.reserved_tokens) * pool.blocks // reserved * pool.block_tokens
+        tokens = part_blocks(each.reserved_tokens, reserved, pool) * pool.block_tokens
         fitted.append(replace(each, reserved_tokens=tokens, max_tokens=tokens if each.strict else each.max_tokens))
     return fitted
 

@@ -212,6 +212,8 @@ class Ledger:
         of_requests = (
             Quota.max_context_tokens,
             Quota.device_max_tokens,
+            Quota.device_reserved_tokens,
+            Quota.strict,
             Quota.max_output_tokens,
             Quota.models,
             Quota.queue_wait_seconds,

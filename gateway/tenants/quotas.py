@@ -54,12 +54,18 @@ _ID_DIGITS = 20
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What a tenant's limits say of a single request. None is unlimited; `models`: None is all."""
+    """What a tenant's limits say of a single request. None is unlimited; `models`: None is all.
+
+    Attributes:
+        reserved_tokens: of the cache, and nothing beside if `strict`.
+    """
 
     max_context_tokens: int | None = None
     max_output_tokens: int | None = None
     models: tuple[str, ...] | None = None
     queue_wait_seconds: int = DEFAULT_QUEUE_WAIT_SECONDS
+    reserved_tokens: int = 0
+    strict: bool = False
 
     def allows(self, model: str) -> bool:
         return self.models is None or model in self.models
@@ -289,5 +295,7 @@ def _allowance(rows: Sequence[Row[Any]], tenant_id: str) -> Allowance:
                 row.max_output_tokens,
                 None if row.models is None else tuple(row.models),
                 row.queue_wait_seconds,
+                row.device_reserved_tokens,
+                row.strict,
             )
     return Allowance()

@@ -20,7 +20,7 @@ from gateway.tenants.limits import LimitRegistry
 from policies.eviction import NO_LIMITS, AccountLimits
 from tests.system.in_process import BLOCK_BYTES, Customer, InProcess, _client, in_process, until
 from tests.system.metered import TENANTS, Metered, limit, metered
-from tests.system.scripted import idle
+from tests.system.scripted import TEXT, ScriptedRunner, idle
 from tests.system.support import random_prompt
 from tests.system.wire import refusal
 
@@ -270,3 +270,53 @@ async def test_a_request_is_bounded_by_its_tenants_part_of_the_cache(tmp_path: P
             error = refusal(await m.ask(prompt_tokens, max_tokens), 400)
             assert error["code"] == "context_length_exceeded"
             assert "the context is 32" in error["message"]
+
+
+async def test_an_answer_without_a_maximum_fits_beside_what_others_have_reserved(tmp_path: Path) -> None:
+    async with metered(tmp_path, blocks=16) as m:
+        other = await m.inside.customer("b")
+
+        async def answered(prompt_tokens: int) -> int:
+            answer = await m.ask(prompt_tokens, None)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["finish_reason"] == "length"
+            return int(answer.json()["usage"]["completion_tokens"])
+
+        assert await answered(40) == 16 * 16 + 1 - 40
+        await limit(m.inside, other.id, device_reserved_tokens=12 * 16)
+        assert await answered(40) == 4 * 16 + 1 - 40
+        # What was asked for is decided by the store, and so is a prompt that does not fit.
+        for prompt_tokens, max_tokens in ((40, 26), (65, None)):
+            assert "of 64 tokens" in refusal(await m.ask(prompt_tokens, max_tokens), 400)["message"]
+        assert (await m.ask(40, 25)).status_code == 200
+        # Its own reservation counts, and its own limit.
+        await m.limit(device_reserved_tokens=2 * 16)
+        assert await answered(40) == 4 * 16 + 1 - 40
+        await limit(m.inside, other.id, device_reserved_tokens=14 * 16)
+        assert await answered(20) == 2 * 16 + 1 - 20
+        await m.limit(device_reserved_tokens=2 * 16, device_max_tokens=2 * 16, strict=True)
+        assert await answered(20) == 2 * 16 - 20
+        await limit(m.inside, other.id)
+        assert await answered(20) == 2 * 16 - 20
+
+
+async def test_where_reservations_do_not_fit_an_answer_without_a_maximum_has_its_part(tmp_path: Path) -> None:
+    async with metered(tmp_path, blocks=32) as m:
+        other = await m.inside.customer("b")
+        await m.limit(device_reserved_tokens=16 * 16, device_max_tokens=16 * 16, strict=True)
+        await limit(m.inside, other.id, device_reserved_tokens=16 * 16)
+        headers = m.customer.headers
+    # Eight blocks for each are one less than there are: nobody's, and so anybody's but a strict tenant's.
+    for strict, tokens in ((True, 8 * 16), (False, 9 * 16)):
+        async with in_process(tmp_path, tmp_path / "model", 17, runner=ScriptedRunner()) as inside:
+            shares = inside.engine.pool.shares
+            if not strict:
+                await limit(inside, m.customer.id, device_reserved_tokens=16 * 16)
+            await until(lambda shares=shares: shares.reserved == 16)  # type: ignore[misc]
+            # Reports are up to a second old.
+            await inside.gateway.link.connection().client.stats()
+            body = {"model": inside.model, "prompt": "x" * 40, "ignore_eos": True}
+            answer = await inside.http.post(TEXT, json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["usage"]["completion_tokens"] == tokens + 1 - 40
+            await idle(inside)
