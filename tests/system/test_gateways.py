@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cachestore.protocol import PROTOCOL
 from gateway.prompt.detokenize import Detokenizer
 from gateway.prompt.model_files import read_model_files
 from gateway.prompt.tokens import Tokenizer
@@ -311,10 +312,14 @@ def test_b192_what_does_not_fit_is_refused_naming_both_sides(
     lone: Running, tmp_path: Path, default_model: Path
 ) -> None:
     gateway, data_dir = lone, lone.data_dir
+    following = PROTOCOL + 1
     with other_tokenizer(default_model, tmp_path / "other") as other:
         tenant = gateway.tenant()
         unfit = {
-            "this store speaks protocol 4, the gateway 3": ["--set", "cachestore.server.PROTOCOL=4"],
+            f"this store speaks protocol {following}, the gateway {PROTOCOL}": [
+                "--set",
+                f"cachestore.server.PROTOCOL={following}",
+            ],
             "this store expects key version 2, not 1": ["--set", "cachestore.server.KEY_VERSION=2"],
             f"{default_model}: the tokenizer files have fingerprint": ["--model", str(other)],
         }
