@@ -10,8 +10,8 @@ did not match, publish and let go of it all:
     pressure    nothing matches, and every block is one that was cached
     accounts    the same, as 64 prompts of 128 blocks, each of one of 64 accounts (vLLM knows no accounts)
 
-and bytes of Python per block of a pool that is full of cached ones. `--peer` is a Python in which vLLM can be imported;
-the two sides are processes of one thread, and take turns slice by slice.
+and bytes of Python per block of a pool that is full of cached ones, after four times as many gave way. `--peer` is a
+Python in which vLLM can be imported; the two sides are processes of one thread, and take turns slice by slice.
 """
 
 from __future__ import annotations

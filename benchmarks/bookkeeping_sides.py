@@ -60,6 +60,7 @@ class Saltern:
             needed = len(keys) - matched
             assert not pool.above(account, table, needed)
             assert not pool.short(account, table, needed)
+            assert pool.miss(account, epoch, keys, table)
             pool.share(account, table)
             table += pool.allocate(account, needed)
             parent = table[matched - 1] if matched else None
@@ -158,12 +159,12 @@ class Bench:
         return split(self._random.randbytes(count * KEY_BYTES))
 
     def _bytes(self, blocks: int) -> float:
-        """Of Python, the pool full of cached blocks."""
+        """Of Python, the pool full of cached blocks, four times as many of which gave way before."""
         gc.collect()
         tracemalloc.start()
         pool: Side = self._side(blocks)
-        for begin in range(0, blocks, 128):
-            pool.serve(pool.ready([(ACCOUNTS[0], self._keys(min(128, blocks - begin)))]))
+        for begin in range(0, 5 * blocks, 128):
+            pool.serve(pool.ready([(ACCOUNTS[0], self._keys(min(128, 5 * blocks - begin)))]))
         gc.collect()
         size_bytes, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()

@@ -72,8 +72,8 @@ class BlockPool:
         self._free = list(range(total - 1, -1, -1))
         self._references = [0] * total
         self._keys: list[bytes | None] = [None] * total
-        # Of a named block: whether a block after it got a name as well.
-        self._is_parent = bytearray(total)
+        # Named blocks after which no other one got a name.
+        self._tails: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -168,21 +168,28 @@ class BlockPool:
         Raises:
             PoolError: a number outside the pool, twice in the call, or of a block that nobody holds.
         """
-        references = self._references
+        if not blocks:
+            return
+        references, keys = self._references, self._keys
         if len(set(blocks)) != len(blocks):
             raise PoolError("a chain holds no block twice")
-        for block in blocks:
-            if not 0 <= block < self.total:
-                raise PoolError(f"block {block} is outside the pool of {self.total}")
-            if not references[block]:
-                raise PoolError(f"block {block} is held by nobody: it can't be released")
-        freed: list[int] = []
-        cached: list[int] = []
-        for block in reversed(blocks):
-            references[block] -= 1
-            if not references[block]:
-                (freed if self._keys[block] is None else cached).append(block)
-        if freed or cached:
+        if min(blocks) < 0 or max(blocks) >= self.total:
+            raise PoolError(f"a block is outside the pool of {self.total}: {min(blocks)} or {max(blocks)}")
+        holders = [references[block] for block in blocks]
+        if 0 in holders:
+            raise PoolError(f"block {blocks[holders.index(0)]} is held by nobody: it can't be released")
+        if holders.count(1) == len(holders):
+            # As a rule; it takes a third of the time.
+            for block in blocks:
+                references[block] = 0
+            let_go = blocks[::-1]
+        else:
+            for block in blocks:
+                references[block] -= 1
+            let_go = [block for block in reversed(blocks) if not references[block]]
+        cached = [block for block in let_go if keys[block] is not None]
+        freed = [block for block in let_go if keys[block] is None] if len(cached) < len(let_go) else []
+        if let_go:
             self._free += freed
             self.cached += len(cached)
             self.shares.release(self.shares.account(account), len(freed), cached)
@@ -203,15 +210,13 @@ class BlockPool:
             PoolError: one of them is not held, is shared, or has a name already; the parent has none; or two keys are
                 the same.
         """
+        total, references, names = self.total, self._references, self._keys
         for block in blocks:
-            if not 0 <= block < self.total or self._references[block] != 1 or self._keys[block] is not None:
+            if not 0 <= block < total or references[block] != 1 or names[block] is not None:
                 raise PoolError(f"block {block} must be held once and unnamed to get a name")
-        if parent is not None and self._keys[parent] is None:
+        if parent is not None and names[parent] is None:
             raise PoolError(f"block {parent} has no name: its child can't get one")
         bearers = self.index.add(account, epoch, keys, blocks)
-        for block, key in zip(blocks, keys, strict=True):
-            if block not in bearers:
-                self._keys[block] = key
         kept = list(blocks)
         if bearers:
             # First, or they could give way to what limits ask for.
@@ -221,11 +226,12 @@ class BlockPool:
         # Whatever has a name has ancestors that have: the taken names are the first ones.
         taken = len(bearers)
         new, before = kept[taken:], kept[taken - 1] if taken else parent
+        for block, key in zip(new, keys[taken:], strict=True):
+            names[block] = key
         self.shares.account(account).cached.publish(new, keys[taken:], before)
-        if new and before is not None:
-            self._is_parent[before] = True
-        for block in new[:-1]:
-            self._is_parent[block] = True
+        if new:
+            self._tails.discard(before)
+            self._tails.add(new[-1])
         return kept
 
     def forget(self, account: bytes, blocks: Iterable[int]) -> None:
@@ -271,7 +277,7 @@ class BlockPool:
             return at, "not_stored"
         if ghost := self._ghosts.recall(account, keys[at]):
             return at, ghost
-        return at, "diverged" if matched and self._is_parent[matched[-1]] else "cold"
+        return at, "diverged" if matched and matched[-1] not in self._tails else "cold"
 
     def _take(self, count: int) -> list[int]:
         """Free blocks, held once from now on."""
@@ -280,8 +286,9 @@ class BlockPool:
         taken = self._free[: -count - 1 : -1]
         assert len(taken) == count, "more blocks are taken than are free"
         del self._free[-count:]
+        references = self._references
         for block in taken:
-            self._references[block] = 1
+            references[block] = 1
         return taken
 
     def _evict(self, victim: Account, count: int) -> None:
@@ -292,13 +299,13 @@ class BlockPool:
         victim.evictions += count
         self.evictions += count
 
-    def _free_cached(self, account: Account, count: int) -> tuple[list[bytes], list[bytes]]:
+    def _free_cached(self, account: Account, count: int) -> tuple[list[bytes], set[bytes]]:
         """So many that give way first; answers their keys, and the keys of those whose lifetime was over."""
         blocks = self.shares.evict(account, count)
         # Whatever is cached has a name.
         keys = cast("list[bytes]", [self._keys[block] for block in blocks])
         over = self._lifetimes.over(blocks) if len(self._lifetimes) else ()
-        expired = [key for block, key in zip(blocks, keys, strict=True) if block in over] if over else []
+        expired = {key for block, key in zip(blocks, keys, strict=True) if block in over} if over else set()
         self.index.remove(account.name, keys)
         self._unname(blocks)
         self._free += blocks
@@ -306,9 +313,10 @@ class BlockPool:
         return keys, expired
 
     def _unname(self, blocks: list[int]) -> None:
+        keys = self._keys
         for block in blocks:
-            self._keys[block] = None
-            self._is_parent[block] = False
+            keys[block] = None
+        self._tails.difference_update(blocks)
         if len(self._lifetimes):
             self._lifetimes.forget(blocks)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple, cast
 
-# How many keys of a prompt are looked up at once, before the first that is missing ends it.
-_SLICE = 64
+# How many keys of a prompt are looked up at once, before the first that is missing ends it: at first, and later on.
+_FIRST_SLICE, _SLICE = 4, 64
 
 
 class BlockName(NamedTuple):
@@ -91,8 +92,8 @@ class PrefixIndex:
         if known is None or known.epoch != epoch:
             return []
         found: list[int] = []
-        for start in range(0, len(keys), _SLICE):
-            blocks = list(map(known.blocks.get, keys[start : start + _SLICE]))
+        for start, end in pairwise([0, *range(_FIRST_SLICE, len(keys), _SLICE), len(keys)]):
+            blocks = list(map(known.blocks.get, keys[start:end]))
             if None in blocks:
                 found += cast("list[int]", blocks[: blocks.index(None)])
                 break
@@ -111,10 +112,9 @@ class PrefixIndex:
         known = self._accounts.get(account)
         if known is None or known.epoch != epoch:
             raise ValueError("a name of an account or epoch that is not open")
-        if known.blocks.keys().isdisjoint(keys):
-            known.blocks.update(zip(keys, blocks, strict=True))
+        bearers = list(map(known.blocks.setdefault, keys, blocks))
+        if bearers == blocks:
             return {}
-        bearers = (known.blocks.setdefault(key, block) for key, block in zip(keys, blocks, strict=True))
         return {block: bearer for block, bearer in zip(blocks, bearers, strict=True) if bearer != block}
 
     def remove(self, account: bytes, keys: Iterable[bytes]) -> None:

@@ -18,10 +18,10 @@ cached. A reservation that is raised comes into force as blocks come free. Every
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import Protocol
 
 from policies.lifetimes import Kept, Lifetimes
@@ -56,49 +56,60 @@ class LeastRecentlyUsed:
     A block enters when its last holder lets go of it and leaves when somebody takes it up again, so the order of entry
     is the order of last use. Holders let go of a chain from tail to head: the list is leaves-first by construction, and
     taking its head never cuts a chain in two. A block whose lifetime has ended gives way as if it never had one.
+
+    Blocks stay listed as they were added; one counts as long as its turn is that of its list. That takes a third of the
+    time of an OrderedDict, and a tenth of its memory.
     """
 
     def __init__(self, lifetimes: Lifetimes) -> None:
         self._lifetimes = lifetimes
-        # With the number of the `add` that they came with.
-        self._order: OrderedDict[int, int] = OrderedDict()
+        self._turns = lifetimes.turns
+        self._added: deque[tuple[int, list[int]]] = deque()
+        # Of the first list, how many have given way or were passed over.
+        self._passed = 0
+        # In all lists, and how many of those count.
+        self._listed = self._counted = 0
         self._kept = Kept(lifetimes)
-        self._adds = 0
 
     def __len__(self) -> int:
-        return len(self._order) + len(self._kept)
+        return self._counted + len(self._kept)
 
     def __iter__(self) -> Iterator[int]:
-        return chain(self._order, self._kept)
+        turns = self._turns.of
+        return chain((block for turn, added in self._added for block in added if turns[block] == turn), self._kept)
 
     def publish(self, blocks: Sequence[int], keys: Sequence[bytes], parent: int | None) -> None:
         """Names say nothing about when a block was used."""
 
     def add(self, blocks: Sequence[int]) -> None:
-        self._adds += 1
-        # `update` of an OrderedDict takes four times as long.
-        order, number = self._order, self._adds
-        lasting = self._lifetimes.lasting(blocks) if len(self._lifetimes) else ()
-        for position, block in enumerate(blocks):
-            if block in lasting:
-                self._kept.add(block, (number, position))
-            else:
-                order[block] = number
+        turn = self._turns.next()
+        added = list(blocks)
+        self._turns.give(added, turn)
+        if len(self._lifetimes) and (lasting := self._lifetimes.lasting(blocks)):
+            for position, block in enumerate(blocks):
+                if block in lasting:
+                    self._turns.of[block] = 0
+                    self._kept.add(block, (turn, position))
+            added = [block for block in blocks if block not in lasting]
+        self._added.append((turn, added))
+        self._listed += len(added)
+        self._counted += len(added)
+        if self._listed > 2 * self._counted + 16:
+            self._tidy()
 
     def remove(self, blocks: Sequence[int]) -> None:
         """Raises KeyError for a block that is not in the list."""
+        turns = self._turns.of
         for block in blocks:
-            if block in self._kept:
+            if not turns[block]:
                 self._kept.remove(block)
-            else:
-                del self._order[block]
+                self._counted += 1
+            turns[block] = 0
+        self._counted -= len(blocks)
 
     def forget(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            if block in self._kept:
-                self._kept.remove(block)
-            else:
-                self._order.pop(block, None)
+        turns, kept = self._turns.of, self._kept
+        self.remove([block for block in blocks if block < len(turns) and (turns[block] or block in kept)])
 
     def pop(self, count: int) -> list[int]:
         if not len(self._kept):
@@ -107,19 +118,37 @@ class LeastRecentlyUsed:
         while len(self) and len(victims) < count:
             over = self._kept.oldest_over()
             # Blocks of one `add` have lifetimes from the head on: those that have none are its tail.
-            if over and (not self._order or over[0] < next(iter(self._order.values()))):
+            if over and (not self._counted or over[0] < self._turns.of[next(iter(self))]):
                 victims.append(self._kept.pop_over())
-            elif self._order:
+            elif self._counted:
                 victims += self._pop_oldest(1)
             else:
                 victims.append(self._kept.pop_lasting())
         return victims
 
     def _pop_oldest(self, count: int) -> list[int]:
-        victims = list(islice(self._order, count))
-        for block in victims:
-            del self._order[block]
+        turns = self._turns.of
+        victims: list[int] = []
+        while self._added and len(victims) < count:
+            turn, added = self._added[0]
+            some = added[self._passed : self._passed + count - len(victims)]
+            self._passed += len(some)
+            self._listed -= len(some)
+            if self._passed == len(added):
+                self._added.popleft()
+                self._passed = 0
+            some = [block for block in some if turns[block] == turn]
+            for block in some:
+                turns[block] = 0
+            victims += some
+        self._counted -= len(victims)
         return victims
+
+    def _tidy(self) -> None:
+        """Only what counts is listed."""
+        turns = self._turns.of
+        self._added = deque((turn, [block for block in added if turns[block] == turn]) for turn, added in self._added)
+        self._passed, self._listed = 0, self._counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,26 +175,23 @@ class Account:
     Attributes:
         reserved: what of `limits.reserved` is in force.
         held: blocks that requests refer to.
+        used: those and the cached ones.
         cached: the others, in the order in which they give way.
         evictions: how many gave way; whoever evicts counts them.
     """
 
-    __slots__ = ("_entry", "_number", "cached", "evictions", "held", "limits", "name", "reserved")
+    __slots__ = ("_entry", "_number", "cached", "evictions", "held", "limits", "name", "reserved", "used")
 
     def __init__(self, name: bytes, cached: Order, number: int) -> None:
         self.name = name
         self.cached = cached
         self.limits = NO_LIMITS
         self.reserved = 0
-        self.held = 0
+        self.held = self.used = 0
         self.evictions = 0
         self._number = number
         # How far over its reservation it is at most, as the heap of victims knows it.
         self._entry: float | None = None
-
-    @property
-    def used(self) -> int:
-        return self.held + len(self.cached)
 
     @property
     def over(self) -> float:
@@ -175,7 +201,7 @@ class Account:
     @property
     def beyond(self) -> int:
         """Held blocks beyond its reservation."""
-        return max(0, self.held - self.reserved)
+        return self.held - self.reserved if self.held > self.reserved else 0
 
 
 class Shares:
@@ -240,18 +266,26 @@ class Shares:
         self._settle(account)
 
     def _change(self, account: Account, limits: AccountLimits, reserved: int) -> None:
-        self._count(account, -1)
+        held, cached = account.held, account.used - account.held
+        self._count(account, -held, -cached)
+        self.reserved += reserved - account.reserved
+        self._partitions += limits.strict * reserved - account.limits.strict * account.reserved
         account.limits, account.reserved = limits, reserved
-        self._count(account, 1)
+        self._count(account, held, cached)
         self._enter(account)
 
-    def _count(self, account: Account, sign: int) -> None:
-        self.reserved += sign * account.reserved
-        self._beyond += sign * account.beyond
+    def _count(self, account: Account, held: int, cached: int) -> None:
+        """It holds so many more, and so many more of it are cached."""
+        reserved, used = account.reserved, account.used
+        if held:
+            before = account.beyond
+            account.held += held
+            self._beyond += account.beyond - before
+        account.used += held + cached
         if account.limits.strict:
-            self._partitions += sign * max(account.reserved, account.used)
+            self._partitions += max(reserved, account.used) - max(reserved, used)
         else:
-            self._shared += sign * account.used
+            self._shared += held + cached
 
     def grow(self) -> None:
         """Reservations that are not wholly in force come into it as far as they can now; `excess` as above."""
@@ -290,7 +324,7 @@ class Shares:
 
     def to_evict(self, account: Account, blocks: int) -> tuple[int, int]:
         """Before it takes so many new ones, which fit: how many of its own have to go, and how many of anybody's."""
-        own = min(len(account.cached), max(0, account.used + blocks - self.cap(account)))
+        own = min(account.used - account.held, max(0, account.used + blocks - self.cap(account)))
         used = account.used - own
         if account.limits.strict:
             # More than its partition only where that was made smaller than what it is about to end.
@@ -308,9 +342,9 @@ class Shares:
             victim, second = self._greatest()
             if victim is None or (victim.over <= 0 and victim is not account):
                 assert account is not None
-                assert len(account.cached), "more blocks are wanted than fit"
+                assert account.used > account.held, "more blocks are wanted than fit"
                 victim = account
-            count = len(victim.cached)
+            count = victim.used - victim.held
             if victim is not account:
                 # As if they were taken one by one: until another one is further over.
                 steps = (victim.over - second) * victim.limits.weight
@@ -325,7 +359,7 @@ class Shares:
     def excess(self) -> Iterator[tuple[Account, int]]:
         """Who has to give up how many cached blocks, now, because of what limits have become. As `victims`."""
         for account in list(self._lowered):
-            if (above := min(account.used - self.cap(account), len(account.cached))) > 0:
+            if (above := min(account.used - self.cap(account), account.used - account.held)) > 0:
                 yield account, above
             if account.used <= self.cap(account):
                 del self._lowered[account]
@@ -339,7 +373,7 @@ class Shares:
             key, number, account = heap[0]
             if account._entry != -key:
                 heapq.heappop(heap)
-            elif account.limits.strict or not len(account.cached):
+            elif account.limits.strict or account.used == account.held:
                 heapq.heappop(heap)
                 account._entry = None
             elif (over := account.over) < -key:
@@ -351,7 +385,7 @@ class Shares:
 
     def _enter(self, account: Account) -> None:
         """It has something cached, or may be further over than the heap knows."""
-        if account.limits.strict or not len(account.cached):
+        if account.limits.strict or account.used == account.held:
             return
         if account._entry is None or account.over > account._entry:
             account._entry = account.over
@@ -364,44 +398,36 @@ class Shares:
 
     def hold(self, account: Account, blocks: int) -> None:
         """It holds so many more, which were free and fit."""
-        self._count(account, -1)
-        account.held += blocks
-        self._count(account, 1)
+        self._count(account, blocks, 0)
         self._enter(account)
 
     def revive(self, account: Account, blocks: Sequence[int]) -> None:
         """It holds these again, which it had cached."""
-        self._count(account, -1)
         account.cached.remove(blocks)
-        account.held += len(blocks)
-        self._count(account, 1)
+        self._count(account, len(blocks), -len(blocks))
 
     def release(self, account: Account, freed: int, cached: Sequence[int]) -> None:
         """It holds so many less that are free now, and less these that are cached, a chain with its tail first."""
-        self._count(account, -1)
-        account.held -= freed + len(cached)
         account.cached.add(cached)
-        self._count(account, 1)
+        self._count(account, -freed - len(cached), len(cached))
         self._enter(account)
         self._settle(account)
 
     def evict(self, account: Account, blocks: int) -> list[int]:
         """The so many cached ones of it that give way now, and are free."""
-        self._count(account, -1)
         victims = account.cached.pop(blocks)
-        self._count(account, 1)
+        self._count(account, 0, -len(victims))
         return victims
 
     def discard(self, account: Account, blocks: Sequence[int]) -> None:
         """The names of these are gone: what was cached of them is free."""
-        self._count(account, -1)
         account.cached.forget(blocks)
-        self._count(account, 1)
+        self._count(account, 0, account.held + len(account.cached) - account.used)
         self._settle(account)
 
     def _settle(self, account: Account) -> None:
         """Fewer blocks are held or used than before."""
-        if len(account.cached) and account.used > self.cap(account):
+        if account.used > account.held and account.used > self.cap(account):
             # It went beyond a limit that was lowered, to end what it had begun.
             self._lowered[account] = None
         if self._growing:
@@ -416,6 +442,7 @@ class Shares:
         accounts = list(self)
         assert self.reserved == sum(each.reserved for each in accounts)
         assert self._beyond == sum(each.beyond for each in accounts)
+        assert all(each.used == each.held + len(each.cached) for each in accounts)
         strict = [each for each in accounts if each.limits.strict]
         assert self._partitions == sum(max(each.reserved, each.used) for each in strict)
         assert self._shared == sum(each.used for each in accounts if not each.limits.strict)

@@ -8,13 +8,44 @@ so a block is wanted at least as long as its descendants.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+
+class Turns:
+    """In which turn each cached block of a pool was let go; no two calls of `add`, of any account, have the same.
+
+    Attributes:
+        of: by block; 0 for one that is not cached.
+    """
+
+    def __init__(self) -> None:
+        self.of: list[int] = []
+        self._last = 0
+
+    def next(self) -> int:
+        self._last += 1
+        return self._last
+
+    def give(self, blocks: Sequence[int], turn: int) -> None:
+        of = self.of
+        try:
+            for block in blocks:
+                of[block] = turn
+        except IndexError:
+            # As long as there are blocks that were never cached.
+            of += [0] * (max(blocks) + 1 - len(of))
+            self.give(blocks, turn)
 
 
 class Lifetimes:
-    """Of all blocks of a pool that have one."""
+    """Of all blocks of a pool that have one.
+
+    Attributes:
+        turns: of all its blocks, for the orders of its accounts.
+    """
 
     def __init__(self, clock_ns: Callable[[], int]) -> None:
+        self.turns = Turns()
         self._clock_ns = clock_ns
         self._until_ns: dict[int, int] = {}
 

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 
 from policies.eviction import Account, AccountLimits, LeastRecentlyUsed, Shares
+from policies.lifetimes import Lifetimes
 from tests.policies.made_traces import NO_LIFETIMES
 
 
@@ -26,10 +27,36 @@ def test_a_block_that_was_taken_up_and_let_go_again_is_the_newest() -> None:
 
 
 def test_what_is_not_there_is_not_removed() -> None:
-    order = LeastRecentlyUsed(NO_LIFETIMES)
+    order = LeastRecentlyUsed(Lifetimes(int))
     assert order.pop(1) == []
+    order.add([2, 1, 3])
+    order.remove([1])
     with pytest.raises(KeyError):
         order.remove([1])
+    # Held, and held for the first time.
+    order.forget([1, 9])
+    assert list(order) == [2, 3]
+
+
+def test_what_is_used_over_and_over_is_listed_twice_at_most() -> None:
+    order = LeastRecentlyUsed(Lifetimes(int))
+    order.add(range(100))
+    for _ in range(1000):
+        order.remove(range(40, 100))
+        order.add(range(99, 39, -1))
+        assert sum(len(added) for _, added in order._added) <= 2 * 100 + 16
+    assert order.pop(100) == [*range(40), *range(99, 39, -1)]
+    assert not order._added
+
+
+def test_a_block_that_another_account_has_now_is_not_given_up_by_the_one_before() -> None:
+    lifetimes = Lifetimes(int)
+    first, second = LeastRecentlyUsed(lifetimes), LeastRecentlyUsed(lifetimes)
+    first.add([1, 2, 3])
+    first.forget([2])
+    second.add([2])
+    assert first.pop(3) == [1, 3]
+    assert second.pop(3) == [2]
 
 
 def test_limits_that_contradict_each_other_are_refused() -> None:
