@@ -136,7 +136,7 @@ def submit(
         keys=chain_keys(account, epoch, prompt, BLOCK_TOKENS),
         sampling=GREEDY,
         max_tokens=max_tokens,
-        queue_deadline_ns=time.monotonic_ns() + 60_000_000_000,
+        queue_deadline_ns=time.monotonic_ns() + 3_600_000_000_000,
     )
 
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from cachestore import cli
 from cachestore.batch import Batch
-from cachestore.engine import Engine
+from cachestore.engine import Engine, Runner
 from cachestore.model import ModelRunner
-from cachestore.protocol import KVDType, Limits, Sampling, Welcome
+from cachestore.protocol import KVDType, Limits, Message, Sampling, Welcome
 from cachestore.scheduler import Row
 from cachestore.sequence import Sequence as StoreSequence
 from gateway.cli import app
@@ -23,7 +23,7 @@ from policies.eviction import LeastRecentlyUsed
 from policies.reuse import LearntReuse
 from tests.cachestore.conftest import MakeRunner
 from tests.cachestore.small_models import SIZES
-from tests.cachestore.support import ALICE, BOB, Harness
+from tests.cachestore.support import ALICE, BOB, VOCABULARY_TOKENS, Harness, expected_answer
 
 SMALL_VOCABULARY_TOKENS = SIZES["vocab_size"]
 
@@ -136,32 +136,65 @@ def test_b015_the_start_up_line_tells_the_smallest_prefix_that_is_reused(
     assert "10 blocks of 64, the smallest prefix that is reused" in caplog.text
 
 
-@pytest.mark.parametrize(("chosen", "order"), [([], LeastRecentlyUsed), (["--eviction", "reuse"], LearntReuse)])
-def test_the_operator_chooses_which_cached_blocks_give_way(
-    default_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: list[str], order: type
-) -> None:
-    limits = Limits(blocks=10, max_context_tokens=160, max_running=1, step_tokens=1, vocabulary_tokens=1)
-    made: list[Engine] = []
+MakeEngine = Callable[[Callable[[int, Message], None]], Engine]
+
+
+@pytest.fixture
+def store_engine(
+    default_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[list[str], Runner | None], MakeEngine]:
+    """`store_engine(options, runner)`: what `saltern store` with these options makes its engine with, over a runner."""
+    limits = Limits(
+        blocks=10, max_context_tokens=160, max_running=1, step_tokens=64, vocabulary_tokens=VOCABULARY_TOKENS
+    )
+    made: list[MakeEngine] = []
 
     class NoServer:
-        def __init__(self, _socket: Path, _welcome: Welcome, make_engine: Callable[[object], Engine]) -> None:
-            made.append(make_engine(None))
+        def __init__(self, _socket: Path, _welcome: Welcome, make_engine: MakeEngine) -> None:
+            made.append(make_engine)
 
         async def serve(self, _: object) -> None:
             pass
 
-    monkeypatch.setattr(cli, "_load", lambda *_: (None, limits, 0))
     monkeypatch.setattr(cli, "StoreServer", NoServer)
     monkeypatch.setattr(cli, "check_socket", lambda _: None)
     monkeypatch.setattr("gateway.cli._configure_logging", lambda _: None)
     monkeypatch.setattr("gateway.cli._end", lambda status: status)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    sizes = ["--cache-memory", "64MiB", "--data-dir", str(tmp_path / "data")]
-    done = CliRunner().invoke(app, ["store", "--model", str(default_model), *sizes, *chosen])
-    assert (done.exit_code, done.exception) == (0, None)
-    (engine,) = made
+
+    def make(chosen: list[str], runner: Runner | None = None) -> MakeEngine:
+        monkeypatch.setattr(cli, "_load", lambda *_: (runner, limits, 0))
+        sizes = ["--cache-memory", "64MiB", "--data-dir", str(tmp_path / "data")]
+        done = CliRunner().invoke(app, ["store", "--model", str(default_model), *sizes, *chosen])
+        assert (done.exit_code, done.exception) == (0, None)
+        return made.pop()
+
+    return make
+
+
+@pytest.mark.parametrize(("chosen", "order"), [([], LeastRecentlyUsed), (["--eviction", "reuse"], LearntReuse)])
+def test_the_operator_chooses_which_cached_blocks_give_way(
+    store_engine: Callable[..., MakeEngine], chosen: list[str], order: type
+) -> None:
+    engine = store_engine(chosen)(lambda *_: None)
     assert type(engine.pool.shares.account(ALICE).cached) is order
     assert type(engine.pool.shares.account(BOB).cached) is order
+
+
+@pytest.mark.parametrize(("chosen", "cached_tokens"), [([], 32), (["--no-prefix-cache"], 0)])
+def test_an_operator_who_measures_serves_without_reuse(
+    store_engine: Callable[..., MakeEngine], chosen: list[str], cached_tokens: int
+) -> None:
+    store = Harness(block_tokens=16)
+    store.engine = store_engine(chosen, store.remembering)(store._take)
+    prompt = random_prompt(1, 40)
+    answers = [store.complete(prompt, max_tokens=12) for _ in range(2)]
+    assert [answer.cached_tokens for answer in answers] == [0, cached_tokens]
+    assert [answer.tokens for answer in answers] == [expected_answer(prompt, 12)] * 2
+    # The answer's block has a name as well.
+    stats = store.engine.stats(pushed=False)
+    assert (stats.cached_blocks, stats.held_blocks) == ((3, 0) if cached_tokens else (0, 0))
+    assert store.engine.account_report(ALICE).cached_blocks == stats.cached_blocks
 
 
 def test_b017_layers_with_a_window_reuse_the_blocks_before_the_one_that_differs(
