@@ -117,14 +117,29 @@ class LeastRecentlyUsed:
         victims: list[int] = []
         while len(self) and len(victims) < count:
             over = self._kept.oldest_over()
+            turn = self._oldest_turn()
             # Blocks of one `add` have lifetimes from the head on: those that have none are its tail.
-            if over and (not self._counted or over[0] < self._turns.of[next(iter(self))]):
+            if over and (turn is None or over[0] < turn):
                 victims.append(self._kept.pop_over())
-            elif self._counted:
+            elif turn is not None:
                 victims += self._pop_oldest(1)
             else:
                 victims.append(self._kept.pop_lasting())
         return victims
+
+    def _oldest_turn(self) -> int | None:
+        """Of the block that was let go of first, once those are passed over that don't count any more."""
+        turns = self._turns.of
+        while self._added:
+            turn, added = self._added[0]
+            while self._passed < len(added):
+                if turns[added[self._passed]] == turn:
+                    return turn
+                self._passed += 1
+                self._listed -= 1
+            self._added.popleft()
+            self._passed = 0
+        return None
 
     def _pop_oldest(self, count: int) -> list[int]:
         turns = self._turns.of

@@ -111,7 +111,9 @@ class Ghosts:
         Args:
             keys: of one length, two words of 8 bytes or more.
         """
-        table, number = self._own.get(account, self._shared), self._number(account)
+        table = self._own.get(account, self._shared)
+        if (number := self._numbers.get(account)) is None:
+            number = self._numbers[account] = next(self._next) << 1
         if expired:
             table.put(expired, number | _EXPIRED)
             keys = [key for key in keys if key not in expired]
@@ -119,16 +121,11 @@ class Ghosts:
 
     def recall(self, account: bytes, key: bytes) -> Ghost | None:
         """How the block of that name went, as far as that is remembered."""
-        number = self._number(account)
+        if (number := self._numbers.get(account)) is None:
+            return None
         mark = self._own.get(account, self._shared).get(key, (number, number | _EXPIRED))
         return None if mark is None else "expired" if mark & _EXPIRED else "evicted"
 
     def forget(self, account: bytes) -> None:
         """All that is remembered of the account."""
         self._numbers.pop(account, None)
-
-    def _number(self, account: bytes) -> int:
-        number = self._numbers.get(account)
-        if number is None:
-            number = self._numbers[account] = next(self._next) << 1
-        return number
