@@ -106,7 +106,7 @@ class BlockPool:
     def set_limits(self, account: bytes, limits: AccountLimits) -> None:
         """From now on; cached blocks that they leave no room for are evicted."""
         self.shares.set_limits(self.shares.account(account), limits)
-        self._ghosts.separate(account, limits.max if limits.strict else None)
+        self._ghosts.separate(account, min(limits.reserved, self.total) if limits.strict else None)
         self._evict_excess()
 
     def grow_reservations(self) -> None:

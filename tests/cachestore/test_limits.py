@@ -219,6 +219,14 @@ def test_reservations_beyond_the_pool_are_in_force_as_far_as_they_fit() -> None:
     assert [report(harness, account).reserved_blocks for account in (ALICE, BOB)] == [2, 15]
 
 
+def test_a_partition_larger_than_the_pool_costs_no_more_memory_than_the_pool() -> None:
+    harness = Harness(blocks=20)
+    harness.open(ALICE, reserved_blocks=1 << 50, max_blocks=1 << 50, strict=True)
+    assert report(harness, ALICE).reserved_blocks == 20
+    harness.complete(prompt(1, 16), max_tokens=1)
+    assert harness.complete(prompt(1, 17), max_tokens=1).cached_tokens == 16
+
+
 def test_epoch_and_revision_each_only_rise() -> None:
     harness = Harness(blocks=20)
     harness.open(ALICE, epoch=2, revision=5, reserved_blocks=5)
