@@ -308,7 +308,9 @@ class Shares:
             room = self.total - self.reserved - self._beyond
             wanted = account.limits.reserved - account.reserved
             # Nor does it take from a request that was begun what that needs for its end.
-            left = (self.most(self.account(name)) - blocks for name, blocks in self.begun() if name != account.name)
+            left = (
+                self._unreserved(self.account(name)) - blocks for name, blocks in self.begun() if name != account.name
+            )
             if more := max(0, min(wanted, account.beyond + room, *left)):
                 self._change(account, account.limits, account.reserved + more)
             if more == wanted:
@@ -324,9 +326,12 @@ class Shares:
 
     def most(self, account: Account) -> int:
         """The most blocks that it can ever hold, as things are reserved."""
-        unreserved = self.total - (self.reserved - account.reserved)
-        limits = account.limits
-        return min(unreserved, self.total if limits.max is None else limits.max)
+        unreserved = self._unreserved(account)
+        return unreserved if account.limits.max is None else min(unreserved, account.limits.max)
+
+    def _unreserved(self, account: Account) -> int:
+        """What nobody else has reserved."""
+        return self.total - (self.reserved - account.reserved)
 
     def above(self, account: Account, blocks: int) -> int:
         """How many blocks of its own it has to let go before it may hold so many more."""

@@ -219,6 +219,21 @@ def test_reservations_beyond_the_pool_are_in_force_as_far_as_they_fit() -> None:
     assert [report(harness, account).reserved_blocks for account in (ALICE, BOB)] == [2, 15]
 
 
+def test_no_request_that_takes_all_its_account_may_have_keeps_a_reservation_from_coming_into_force() -> None:
+    harness = Harness(blocks=40)
+    harness.open(BOB, max_blocks=6)
+    runs = harness.submit(prompt(1, 4), account=BOB, max_tokens=6 * BLOCK_TOKENS - 3)
+    harness.step(2)
+    harness.open(ALICE, reserved_blocks=10)
+    assert report(harness, ALICE).reserved_blocks == 10
+    harness.open(CAROL, reserved_blocks=10, max_blocks=10, strict=True)
+    mine = harness.submit(prompt(2, 8), account=CAROL, max_tokens=1)
+    harness.step()
+    assert mine.started
+    assert not runs.over
+    harness.run(runs)
+
+
 def test_a_partition_larger_than_the_pool_costs_no_more_memory_than_the_pool() -> None:
     harness = Harness(blocks=20)
     harness.open(ALICE, reserved_blocks=1 << 50, max_blocks=1 << 50, strict=True)
