@@ -199,8 +199,10 @@ class Scheduler:
             self._reclaim(account, 1, False)
         # What was reclaimed may have gone to a reservation that was not yet wholly in force.
         if self.pool.short(account, (), 1):
-            # A lone sequence always fits: one that never could was rejected when it came.
-            victim = choose_victim(self.running[1:], self._over)
+            # Whoever is within its reservation is in nobody's way. A lone sequence always fits: one that never could
+            # was rejected when it came.
+            others = [each for each in self.running[1:] if each.account == account or self._over(each.account) > 0]
+            victim = choose_victim(others, self._over)
             assert victim is not None
             return victim
         return None

@@ -115,6 +115,34 @@ def test_line_25_a_strict_account_finds_the_same_whatever_the_others_do() -> Non
     assert hits_and_evictions(True) != hits_and_evictions(False)
 
 
+def test_nobody_within_its_reservation_is_preempted_for_another_that_was_preempted_before() -> None:
+    harness = Harness(blocks=20, step_tokens=64)
+    harness.open(ALICE, reserved_blocks=8, max_blocks=8, strict=True)
+    grows = harness.submit(unique(1, 16), account=BOB, max_tokens=20)
+    gives_way = harness.submit(unique(2, 16), account=CAROL, max_tokens=20)
+    harness.step()
+    for _ in range(3):
+        harness._call(lambda: harness.engine.scheduler.preempt(harness.sequence(gives_way)))
+        harness.step()
+    mine = harness.submit(prompt(1, 16), max_tokens=17)
+    harness.run(grows, mine, gives_way)
+    assert [each.finished.counts.preemptions for each in (grows, mine, gives_way) if each.finished] == [0, 0, 4]
+
+
+def test_nobody_at_its_reservation_is_preempted_for_another_that_wants_more_than_its_own() -> None:
+    harness = Harness(blocks=20, step_tokens=64)
+    harness.open(ALICE, reserved_blocks=5, max_blocks=5, strict=True)
+    harness.open(BOB, reserved_blocks=5)
+    fills = harness.submit(unique(1, 36), account=CAROL, max_tokens=4)
+    harness.step()
+    wants_more = harness.submit(unique(2, 19), account=BOB, max_tokens=9)
+    harness.step()
+    mine = harness.submit(prompt(1, 19), max_tokens=2)
+    harness.run(fills, wants_more, mine)
+    assert mine.finished
+    assert mine.finished.counts.preemptions == 0
+
+
 def test_nobody_takes_from_a_strict_account_what_its_ended_requests_still_hold() -> None:
     harness = Harness(blocks=20)
     harness.open(ALICE, reserved_blocks=8, max_blocks=8, strict=True)
