@@ -305,11 +305,14 @@ class Scheduler:
         least = (held - mine.reserved) / mine.limits.weight
         others = [each for each in self.running[1:] if each.account != account]
         victims: list[Sequence] = []
+        let_go: Counter[int] = Counter()
         while short > 0:
             candidates = [each for each in others if over[each.account] > max(least, 0)]
             if (victim := choose_victim(candidates, over.__getitem__)) is None:
                 return []
-            freed = sum(1 for block in victim.table if self.pool.references(block) == 1)
+            let_go.update(victim.table)
+            # What several hold is free once the last of them has gone.
+            freed = sum(let_go[block] == self.pool.references(block) for block in victim.table)
             over[victim.account] -= freed / shares.account(victim.account).limits.weight
             short -= freed
             others.remove(victim)

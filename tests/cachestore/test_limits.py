@@ -178,6 +178,19 @@ def test_an_account_gets_its_share_of_a_pool_that_another_one_holds() -> None:
         assert answer.tokens == expected_answer(answer.prompt, 4)
 
 
+def test_an_account_gets_its_share_of_a_pool_that_requests_with_one_preamble_hold() -> None:
+    harness = Harness(blocks=100, step_tokens=512, max_running=16, max_context_tokens=400)
+    earliest = harness.submit(unique(1, 4), account=CAROL, max_tokens=40)
+    preamble = unique(2, 80 * BLOCK_TOKENS)
+    others = [harness.submit([*preamble, word], account=BOB, max_tokens=30) for word in range(5)]
+    harness.step(2)
+    assert report(harness, BOB).held_blocks == 85
+    mine = harness.submit(prompt(1, 20 * BLOCK_TOKENS), max_tokens=4)
+    harness.step()
+    assert mine.started
+    harness.run(earliest, mine, *others)
+
+
 def test_an_account_never_has_more_than_its_max_and_evicts_its_own_first() -> None:
     harness = Harness(blocks=40)
     flood(harness, BOB, 16)
