@@ -19,7 +19,7 @@ from cachestore.blocks import BlockPool
 from cachestore.sequence import Phase, Sequence
 from policies.fairness import FairQueue, choose_victim
 
-# Of accounts in a step: where so many have no room, the others will hardly have.
+# Of accounts in a step: where so many have no room, the others will hardly have, but for what is reserved for them.
 MOST_REFUSED = 16
 
 
@@ -70,6 +70,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._reclaim = reclaim
+        # Accounts that had no room in this step beside what others hold.
+        self._refused = 0
         self._weights: float | None = None
         # Who waits for blocks that a running one is filling.
         self._followers: defaultdict[Sequence, list[Sequence]] = defaultdict(list)
@@ -126,11 +128,20 @@ class Scheduler:
             self._charge(row, 1)
         prefills = [sequence for sequence in self.running if sequence.pending_tokens > 1]
         unfit: list[Sequence] = []
-        budget, refused = self.step_tokens - len(step), 0
+        budget = self.step_tokens - len(step)
+        self._refused = 0
+        asked: set[bytes] = set()
+        promised: list[bytes] | None = None
         while budget > 0:
             sequence = min(prefills, key=lambda each: self.waiting.service(each.account), default=None)
-            account = self.waiting.first() if refused < MOST_REFUSED else None
+            if self._refused < MOST_REFUSED:
+                account = self.waiting.first()
+            else:
+                promised = self._promised(asked) if promised is None else promised
+                account = promised[-1] if promised else None
             if account is not None and (sequence is None or self._is_behind(account, sequence)):
+                if promised:
+                    promised.pop()
                 preemptions = self.preemptions
                 sequence = self._admit_next(account)
                 if self.preemptions > preemptions:
@@ -144,7 +155,7 @@ class Scheduler:
                     if (head := self.waiting.head(account)) is not None and not self.may_fit(head):
                         unfit.append(head)
                     self.waiting.set_aside(account)
-                    refused += 1
+                    asked.add(account)
                     continue
             elif sequence is not None:
                 prefills.remove(sequence)
@@ -158,6 +169,11 @@ class Scheduler:
         self.waiting.restore()
         started = [row.sequence for row in step if not row.sequence.started_ns]
         return StepPlan(step, started, unfit)
+
+    def _promised(self, asked: set[bytes]) -> list[bytes]:
+        """Other accounts with something waiting that have less than is reserved for them, the furthest behind last."""
+        behind = [each.name for each in self.pool.shares if each.held < each.reserved and each.name not in asked]
+        return sorted(filter(self.waiting.head, behind), key=self.waiting.service, reverse=True)
 
     def _is_behind(self, account: bytes, sequence: Sequence) -> bool:
         """Whether the account's next request goes before this running one. Inside an account the running one does."""
@@ -288,7 +304,9 @@ class Scheduler:
             return True
         for victim in victims:
             self.preempt(victim)
-        return not pool.short(account, matched, needed) and len(self.running) < self.max_running
+        has_room = not pool.short(account, matched, needed) and len(self.running) < self.max_running
+        self._refused += not has_room
+        return has_room
 
     def _block_victims(self, account: bytes, matched: list[int], needed: int, short: int) -> list[Sequence]:
         """Who has to go so that an account gets its share of what nobody has reserved; nobody, if that would be more.

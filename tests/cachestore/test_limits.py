@@ -237,6 +237,36 @@ def test_a_lowered_max_evicts_at_once_and_lets_what_runs_end() -> None:
     assert report(harness, ALICE).cached_blocks <= 6
 
 
+def test_accounts_at_their_own_limits_are_in_nobodys_way() -> None:
+    harness = Harness(blocks=400, step_tokens=512, max_running=40)
+    harness.complete(unique(0, 200), account=BOB, max_tokens=1)
+    for number in range(20):
+        account = bytes([number]) * 16
+        harness.open(account, max_blocks=8, weight=100.0)
+        for word in (1, 2):
+            harness.submit(prompt(word, 20), account=account, max_tokens=12)
+    harness.step(2)
+    # Bob was served more than they by their weights, so they are asked before him.
+    mine = harness.submit(unique(1, 8), account=BOB, max_tokens=1)
+    harness.step()
+    assert mine.started
+
+
+def test_an_account_within_its_reservation_waits_for_nobody_who_waits_for_room() -> None:
+    harness = Harness(blocks=40, step_tokens=256)
+    harness.open(ALICE, reserved_blocks=8)
+    harness.complete(unique(0, 100), account=ALICE, max_tokens=1)
+    holds = harness.submit(unique(1, 100), account=BOB, max_tokens=24)
+    harness.step()
+    wait = [harness.submit(unique(number, 60), account=bytes([number]) * 16) for number in range(20)]
+    harness.step()
+    mine = harness.submit(unique(2, 8), account=ALICE, max_tokens=1)
+    harness.step()
+    assert mine.started
+    assert not any(each.started for each in wait)
+    harness.run(holds, *wait)
+
+
 def test_a_raised_reservation_comes_into_force_as_blocks_come_free() -> None:
     harness = Harness(blocks=20)
     others = [harness.submit(unique(number, 16), account=BOB, max_tokens=4) for number in (1, 2, 3)]
