@@ -61,8 +61,8 @@ class FairQueue(Generic[WaitingT]):
         self._set_aside: set[_Backlog[WaitingT]] = set()
         self._numbers = 0
         self._length = 0
-        # The counter of who was last to leave the queue without anybody waiting.
-        self._last = 0.0
+        # Who was last to leave the queue without anybody waiting. It may still be served.
+        self._last: _Backlog[WaitingT] | None = None
 
     def __len__(self) -> int:
         return self._length
@@ -77,7 +77,8 @@ class FairQueue(Generic[WaitingT]):
         backlog = self._backlog(request.account)
         if not backlog.requests:
             first = self.first()
-            backlog.service = max(backlog.service, self._last if first is None else self.service(first))
+            least = self._last if first is None else self._backlog(first)
+            backlog.service = max(backlog.service, least.service if least else 0.0)
         self._add(backlog, request)
 
     def push_back(self, request: WaitingT) -> None:
@@ -94,7 +95,7 @@ class FairQueue(Generic[WaitingT]):
             heapq.heapify(backlog.requests)
         self._length -= 1
         if not self._length:
-            self._last = backlog.service
+            self._last = backlog
 
     def first(self) -> bytes | None:
         """The account that is next: of those with something waiting that were not set aside."""

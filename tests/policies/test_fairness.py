@@ -79,6 +79,14 @@ def test_who_had_nothing_waiting_begins_where_the_others_are() -> None:
     assert queue.service(A) == 600
 
 
+def test_who_comes_while_another_is_served_begins_where_that_one_is_by_then() -> None:
+    queue = queue_of(Request(1, A))
+    queue.remove(Request(1, A))
+    queue.charge(A, 500, 1.0)
+    queue.push(Request(2, B))
+    assert queue.service(B) == 500
+
+
 def test_who_is_set_aside_is_not_asked_until_all_are_again() -> None:
     queue = queue_of(Request(1, A), Request(2, B))
     assert queue.first() == A
