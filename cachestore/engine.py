@@ -169,6 +169,7 @@ class Engine:
             self._abort(sequence)
         dropped = self.index.drop(message.account)
         self.pool.drop(message.account, dropped)
+        self.scheduler.waiting.forget(message.account)
         for each in (self._revisions, self._hit_tokens, self._miss_tokens):
             each.pop(message.account, None)
         self._emit(connection, self._fenced(message.account, None, len(dropped)))
@@ -480,6 +481,9 @@ class Engine:
         holders: dict[bytes, Counter[int]] = {}
         ended = []
         for sequence in self._ended.values():
+            if not sequence.table:
+                # Nor may its account be there any more.
+                continue
             if sequence.account != account and (own or not shares.account(sequence.account).beyond):
                 continue
             ended.append(sequence)

@@ -131,6 +131,11 @@ class FairQueue(Generic[WaitingT]):
         """So many tokens were computed for the account: of prompts, or new ones."""
         self._backlog(account).service += tokens / weight
 
+    def forget(self, account: bytes) -> None:
+        """The account is no more; nothing of it waits."""
+        if backlog := self._backlogs.pop(account, None):
+            self._set_aside.discard(backlog)
+
     def _backlog(self, account: bytes) -> _Backlog[WaitingT]:
         backlog = self._backlogs.get(account)
         if backlog is None:

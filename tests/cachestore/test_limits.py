@@ -336,6 +336,22 @@ def test_a_dropped_account_leaves_its_reservation() -> None:
     assert harness.complete(unique(1, 60), account=BOB).finished
 
 
+def test_nothing_but_its_end_is_known_of_a_dropped_account() -> None:
+    harness = Harness(blocks=20)
+    harness.complete(prompt(1, 8), account=BOB, max_tokens=1)
+    runs = harness.submit(prompt(1, 70), account=BOB, max_tokens=4)
+    harness.step()
+    harness.submit(prompt(1, 40))
+    harness.step()
+    harness.drop(ALICE)
+    # It ended before it had a block, and the gateway has not said so yet when somebody else is in need of blocks.
+    harness.submit(prompt(2, 40), account=CAROL)
+    harness.step()
+    assert {account.name for account in harness.engine.pool.shares} == {BOB, CAROL}
+    assert harness.engine.scheduler.waiting._backlogs.keys() == {BOB, CAROL}
+    harness.run(runs)
+
+
 def test_a_flush_takes_what_is_cached_and_nothing_else() -> None:
     harness = Harness(blocks=40)
     harness.open(ALICE, reserved_blocks=8)
