@@ -131,10 +131,13 @@ class Engine:
         if self.index.epoch(message.account) is None or message.revision < self._revisions.get(message.account, 0):
             return
         self._revisions[message.account] = message.revision
+        shares, account = self.pool.shares, self.pool.shares.account(message.account)
+        most, reserved = shares.most(account), shares.reserved
         self.pool.set_limits(message.account, limits)
-        for sequence in self.scheduler.queued:
-            if not self.scheduler.may_fit(sequence):
-                self._give_up(sequence)
+        if shares.most(account) < most or shares.reserved > reserved:
+            for sequence in self.scheduler.queued:
+                if not self.scheduler.may_fit(sequence):
+                    self._give_up(sequence)
 
     def _open(self, account: bytes, epoch: int) -> int:
         """Everything older than the epoch leaves the index; answers how many blocks that were."""

@@ -304,14 +304,19 @@ class Shares:
 
     def grow(self) -> None:
         """Reservations that are not wholly in force come into it as far as they can now; `excess` as above."""
+        if self.reserved == self.total:
+            return
+        begun: dict[bytes, int] = {}
+        for name, blocks in self.begun() if self._growing else ():
+            begun[name] = max(blocks, begun.get(name, 0))
         for account in list(self._growing):
             room = self.total - self.reserved - self._beyond
             wanted = account.limits.reserved - account.reserved
-            # Nor does it take from a request that was begun what that needs for its end.
-            left = (
-                self._unreserved(self.account(name)) - blocks for name, blocks in self.begun() if name != account.name
-            )
-            if more := max(0, min(wanted, account.beyond + room, *left)):
+            more = max(0, min(wanted, account.beyond + room))
+            if more:
+                # Nor does it take from a request that was begun what that needs for its end.
+                others = ((self.account(name), blocks) for name, blocks in begun.items() if name != account.name)
+                more = max(0, min([more, *(self._unreserved(other) - blocks for other, blocks in others)]))
                 self._change(account, account.limits, account.reserved + more)
             if more == wanted:
                 del self._growing[account]

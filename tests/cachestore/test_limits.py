@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from cachestore.protocol import AccountReport, Flushed
+from cachestore.protocol import AccountReport, Flushed, OpenAccount
+from cachestore.scheduler import Scheduler
 from tests.cachestore.support import ALICE, BOB, CAROL, Answer, Harness, expected_answer
 
 BLOCK_TOKENS = 4
@@ -303,6 +304,14 @@ def test_no_request_that_takes_all_its_account_may_have_keeps_a_reservation_from
     assert mine.started
     assert not runs.over
     harness.run(runs)
+
+
+def test_an_account_that_takes_nothing_is_opened_without_a_look_at_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that connects opens thousands, and no step is made meanwhile."""
+    harness = Harness(blocks=20)
+    harness.submit(prompt(1, 40), account=BOB)
+    monkeypatch.setattr(Scheduler, "queued", property(lambda _: pytest.fail("it can't have changed")))
+    harness.engine.open_account(OpenAccount(account=CAROL, epoch=1))
 
 
 def test_a_partition_larger_than_the_pool_costs_no_more_memory_than_the_pool() -> None:

@@ -128,6 +128,16 @@ def test_a_strict_account_takes_from_nobody_and_gives_nothing() -> None:
     assert victims(shares, other, 6) == {b"other": 1}
 
 
+def test_where_nothing_is_left_to_reserve_nobody_is_asked_what_requests_need() -> None:
+    shares = Shares(20, partial(LeastRecentlyUsed, NO_LIFETIMES))
+    shares.set_limits(shares.account(b"a"), AccountLimits(reserved=20))
+    shares.begun = lambda: pytest.fail("nothing is left to reserve")
+    shares.set_limits(shares.account(b"b"), AccountLimits(reserved=5))
+    shares.grow()
+    assert shares.missing == 5
+    shares.check()
+
+
 def test_the_heap_of_victims_does_not_grow_with_what_happens() -> None:
     shares = Shares(1000, partial(LeastRecentlyUsed, NO_LIFETIMES))
     accounts = [caching(shares, bytes([number]), 1) for number in range(10)]
