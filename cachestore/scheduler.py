@@ -255,8 +255,9 @@ class Scheduler:
             evictions = self.pool.evictions
             if not self._make_room(account, matched, needed):
                 return None
-            if self.pool.evictions > evictions:
-                # What was matched may be among what limits no longer left room for.
+            if self.pool.evictions > evictions or not self.may_fit(sequence):
+                # What was matched may be among what limits no longer left room for, and a reservation may have taken
+                # what came free.
                 continue
             self.waiting.remove(sequence)
             if not sequence.started_ns:

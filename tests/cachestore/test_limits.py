@@ -282,6 +282,21 @@ def test_a_raised_reservation_comes_into_force_as_blocks_come_free() -> None:
     assert report(harness, ALICE).reserved_blocks == 16
 
 
+def test_a_reservation_takes_what_comes_free_for_a_request_only_if_that_can_still_end() -> None:
+    harness = Harness(blocks=20, step_tokens=64)
+    ended = harness.submit(unique(1, 40), account=BOB, max_tokens=1)
+    harness.run(ended)
+    assert report(harness, BOB).held_blocks == 10
+    harness.open(ALICE, reserved_blocks=12)
+    assert report(harness, ALICE).reserved_blocks == 10
+    # It fits as it comes. To make room for it Bob's blocks are let go, and then Alice gets all that is reserved.
+    waits = harness.submit(unique(2, 19), account=CAROL, max_tokens=22)
+    harness.run(waits)
+    assert report(harness, ALICE).reserved_blocks == 12
+    assert waits.rejected
+    assert waits.rejected.code == "over_capacity"
+
+
 def test_reservations_beyond_the_pool_are_in_force_as_far_as_they_fit() -> None:
     harness = Harness(blocks=20)
     harness.open(ALICE, reserved_blocks=15)
