@@ -261,6 +261,8 @@ class BlockPool:
         self.forget(account, blocks)
         self._ghosts.separate(account, None)
         self.shares.forget(self.shares.account(account))
+        # What was reserved for it may be another's now.
+        self._evict_excess()
 
     def miss(
         self, account: bytes, epoch: int, keys: Sequence[bytes], matched: Sequence[int]

@@ -360,6 +360,17 @@ def test_a_dropped_account_leaves_its_reservation() -> None:
     assert harness.complete(unique(1, 60), account=BOB).finished
 
 
+def test_what_a_dropped_account_had_reserved_goes_to_who_waits_for_it() -> None:
+    harness = Harness(blocks=20)
+    flood(harness, BOB, 40)
+    harness.open(ALICE, reserved_blocks=20)
+    harness.open(CAROL, reserved_blocks=8, max_blocks=8, strict=True)
+    assert report(harness, BOB).cached_blocks == 20
+    harness.drop(ALICE)
+    assert report(harness, CAROL).reserved_blocks == 8
+    assert report(harness, BOB).cached_blocks == 12
+
+
 def test_nothing_but_its_end_is_known_of_a_dropped_account() -> None:
     harness = Harness(blocks=20)
     harness.complete(prompt(1, 8), account=BOB, max_tokens=1)
