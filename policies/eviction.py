@@ -460,6 +460,8 @@ class Shares:
         if self._leaving and account in self._leaving and not account.used:
             for each in (self._leaving, self._growing, self._lowered):
                 each.pop(account, None)
+            # The heap of victims has no use for it.
+            account._entry = None
             del self._accounts[account.name]
 
     def check(self) -> None:

@@ -138,6 +138,16 @@ def test_where_nothing_is_left_to_reserve_nobody_is_asked_what_requests_need() -
     shares.check()
 
 
+def test_the_heap_of_victims_does_not_keep_accounts_that_are_no_more() -> None:
+    shares = Shares(1000, partial(LeastRecentlyUsed, NO_LIFETIMES))
+    for number in range(1000):
+        account = caching(shares, str(number).encode(), 1)
+        shares.discard(account, list(account.cached))
+        shares.forget(account)
+    assert not list(shares)
+    assert len(shares._victims) < 100
+
+
 def test_the_heap_of_victims_does_not_grow_with_what_happens() -> None:
     shares = Shares(1000, partial(LeastRecentlyUsed, NO_LIFETIMES))
     accounts = [caching(shares, bytes([number]), 1) for number in range(10)]
