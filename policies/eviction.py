@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import inf
 from typing import Protocol
 
 from policies.lifetimes import Kept, Lifetimes
@@ -176,7 +177,7 @@ class AccountLimits:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        if self.reserved < 0 or self.weight <= 0 or (self.max is not None and self.max < self.reserved):
+        if self.reserved < 0 or not 0 < self.weight < inf or (self.max is not None and self.max < self.reserved):
             raise ValueError(f"no limits of an account: {self}")
         if self.strict and self.max != self.reserved:
             raise ValueError(f"a strict account has reserved = max, not {self.reserved} and {self.max}")

@@ -63,6 +63,7 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
     for broken in (
         {"reserved": -1},
         {"weight": 0.0},
+        {"weight": float("inf")},
         {"reserved": 3, "max": 2},
         {"strict": True},
         {"reserved": 2, "max": 3, "strict": True},
