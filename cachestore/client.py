@@ -301,13 +301,15 @@ class StoreClient:
         # The transport ends before its end is read: in between it may take nothing, not even a look.
         if self.closed.is_set() or self._writer.transport.is_closing():
             raise StoreLost("the store is not connected")
-        self._writer.write(encode_frame(message, MAX_FRAME_TO_STORE_BYTES))
-        if self._writer.transport.is_closing():
-            raise StoreLost("the store went away")
+        frame = encode_frame(message, MAX_FRAME_TO_STORE_BYTES)
+        # What waits from before: one frame alone may be larger.
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             log.warning("store connection closed: it does not read")
             self._end()
             raise StoreLost("the store does not read")
+        self._writer.write(frame)
+        if self._writer.transport.is_closing():
+            raise StoreLost("the store went away")
 
     async def _read(self) -> None:
         try:

@@ -17,6 +17,7 @@ from cachestore import server as server_module
 from cachestore.client import StoreClient, StoreLost, StoreRefused
 from cachestore.protocol import (
     KEY_VERSION,
+    MAX_UNSENT_BYTES,
     PROTOCOL,
     Drain,
     Drained,
@@ -287,6 +288,13 @@ async def test_probes_of_several_prompts_at_once_are_each_answered(tmp_path: Pat
         said = [(each.device_blocks, each.miss_block, each.miss_reason) for each in results]
         assert said == [(2, 2, "cold"), (2, None, None), (0, 0, "cold"), (0, None, None), (0, 0, "cold")]
         assert [(each.account, each.epoch) for each in results] == [(account, epoch) for account, epoch, _ in asked]
+
+
+async def test_a_frame_larger_than_what_may_be_unsent_is_sent(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server, connected(server) as client:
+        keys = [bytes(32)] * (3 * MAX_UNSENT_BYTES // 64)
+        assert (await client.probe(ALICE, 1, keys)).device_blocks == 0
+        assert not client.closed.is_set()
 
 
 async def test_reports_come_when_asked_for_and_every_second(tmp_path: Path) -> None:
