@@ -92,7 +92,8 @@ class LeastRecentlyUsed:
                     self._turns.of[block] = 0
                     self._kept.add(block, (turn, position))
             added = [block for block in blocks if block not in lasting]
-        self._added.append((turn, added))
+        if added:
+            self._added.append((turn, added))
         self._listed += len(added)
         self._counted += len(added)
         if self._listed > 2 * self._counted + 16:
@@ -163,7 +164,8 @@ class LeastRecentlyUsed:
     def _tidy(self) -> None:
         """Only what counts is listed."""
         turns = self._turns.of
-        self._added = deque((turn, [block for block in added if turns[block] == turn]) for turn, added in self._added)
+        counted = ((turn, [block for block in added if turns[block] == turn]) for turn, added in self._added)
+        self._added = deque(each for each in counted if each[1])
         self._passed, self._listed = 0, self._counted
 
 

@@ -26,6 +26,20 @@ def test_a_block_that_was_taken_up_and_let_go_again_is_the_newest() -> None:
     assert order.pop(3) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("ttl_ns", [0, 1000])
+def test_the_list_does_not_grow_with_how_often_its_blocks_are_used(ttl_ns: int) -> None:
+    lifetimes = Lifetimes(lambda: 1)
+    order = LeastRecentlyUsed(lifetimes)
+    order.add([9])
+    for _ in range(1000):
+        if ttl_ns:
+            lifetimes.extend([3, 1, 2], ttl_ns)
+        order.add([3, 1, 2])
+        order.remove([3, 1, 2])
+    assert list(order) == [9]
+    assert len(order._added) < 50
+
+
 def test_what_is_not_there_is_not_removed() -> None:
     order = LeastRecentlyUsed(Lifetimes(int))
     assert order.pop(1) == []
