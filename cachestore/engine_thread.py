@@ -86,7 +86,7 @@ class EngineThread:
         self._inbox.put((connection, message))
 
     def step_age_ms(self) -> int:
-        """How long ago the engine made a step or was idle; 0 when it has no work."""
+        """How long ago the engine computed something or was idle; 0 when it has no work."""
         last = self._last_step_ns
         return 0 if last is None else (time.monotonic_ns() - last) // 1_000_000
 
@@ -107,7 +107,8 @@ class EngineThread:
                 # What was fenced, rejected or admitted is said now, not after the step.
                 self._flush()
                 engine.compute(plan)
-                self._last_step_ns = time.monotonic_ns()
+                if plan.rows:
+                    self._last_step_ns = time.monotonic_ns()
             if not engine.has_work:
                 self._last_step_ns = None
                 self._outbox += [(connection, Drained()) for connection in self._drain_waiters]

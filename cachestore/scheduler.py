@@ -72,6 +72,8 @@ class Scheduler:
         self._reclaim = reclaim
         # Accounts that had no room in this step beside what others hold.
         self._refused = 0
+        # Whether one had none for what would be within its share: nobody is let go beyond its own then.
+        self._is_owed = False
         self._weights: float | None = None
         # Who waits for blocks that a running one is filling.
         self._followers: defaultdict[Sequence, list[Sequence]] = defaultdict(list)
@@ -129,7 +131,7 @@ class Scheduler:
         prefills = [sequence for sequence in self.running if sequence.pending_tokens > 1]
         unfit: list[Sequence] = []
         budget = self.step_tokens - len(step)
-        self._refused = 0
+        self._refused, self._is_owed = 0, False
         asked: set[bytes] = set()
         promised: list[bytes] | None = None
         while budget > 0:
@@ -289,6 +291,10 @@ class Scheduler:
     def _make_room(self, account: bytes, matched: list[int], needed: int) -> bool:
         """Whether a request with these blocks can be admitted, once who has to give way to it was preempted."""
         pool = self.pool
+        is_within_share = self._is_within_share(account, matched, needed)
+        if self._is_owed and not is_within_share:
+            self._refused += 1
+            return False
         above = pool.above(account, matched, needed)
         if above and not (self._reclaim(account, above, True) and not pool.above(account, matched, needed)):
             return False
@@ -298,30 +304,37 @@ class Scheduler:
             short = pool.short(account, matched, needed)
         has_slot = len(self.running) < self.max_running
         if short:
-            victims = self._block_victims(account, matched, needed, short)
+            victims = self._block_victims(account, matched, needed, short) if is_within_share else []
         elif not has_slot:
             victims = self._slot_victims(account)
         else:
             return True
         for victim in victims:
             self.preempt(victim)
-        has_room = not pool.short(account, matched, needed) and len(self.running) < self.max_running
-        self._refused += not has_room
-        return has_room
+        if pool.short(account, matched, needed):
+            self._is_owed |= is_within_share
+        elif len(self.running) < self.max_running:
+            return True
+        self._refused += 1
+        return False
+
+    def _is_within_share(self, account: bytes, matched: list[int], needed: int) -> bool:
+        """Whether a request with these blocks leaves the account within what is its own, reserved or by its weight."""
+        shares = self.pool.shares
+        mine = shares.account(account)
+        held = mine.held + self.pool.revived(matched) + needed
+        unreserved = shares.total - shares.reserved
+        return held <= mine.reserved + mine.limits.weight / self._weight_with_work() * unreserved
 
     def _block_victims(self, account: bytes, matched: list[int], needed: int, short: int) -> list[Sequence]:
-        """Who has to go so that an account gets its share of what nobody has reserved; nobody, if that would be more.
+        """Who has to go so that an account gets what is its own; nobody, where that is not enough.
 
         All of those who give way have more than the requester, by their weights, until they gave it.
         """
         shares = self.pool.shares
         mine = shares.account(account)
-        held = mine.held + self.pool.revived(matched) + needed
-        unreserved = shares.total - shares.reserved
-        if held > mine.reserved + mine.limits.weight / self._weight_with_work() * unreserved:
-            return []
         over = {each.account: self._over(each.account) for each in self.running}
-        least = (held - mine.reserved) / mine.limits.weight
+        least = (mine.held + self.pool.revived(matched) + needed - mine.reserved) / mine.limits.weight
         others = [each for each in self.running[1:] if each.account != account]
         victims: list[Sequence] = []
         let_go: Counter[int] = Counter()

@@ -265,7 +265,7 @@ class Shares:
     @property
     def missing(self) -> int:
         """What reservations lack to be wholly in force."""
-        return sum(account.limits.reserved - account.reserved for account in self._growing)
+        return sum(min(account.limits.reserved, self.total) - account.reserved for account in self._growing)
 
     # --- limits
 

@@ -81,6 +81,10 @@ class Lifetimes:
 Place = tuple[int, int]
 
 
+# So many blocks whose lifetimes end together are looked at for each that gives way: nobody waits for all of them.
+MOST_AT_ONCE = 8
+
+
 class Kept:
     """Cached blocks that had a lifetime when they were added: the lasting ones, and those that are over by now.
 
@@ -111,8 +115,13 @@ class Kept:
         del self._places[block]
 
     def oldest_over(self) -> Place | None:
-        """Of the blocks whose lifetime is over the place of the one that was added first; None without any."""
-        while (soonest := self._first(self._lasting)) and self._lifetimes.over([block := soonest[2]]):
+        """Of the blocks whose lifetime is over the place of the one that was added first; None without any.
+
+        Of very many that end together some are as yet unknown here, and follow later.
+        """
+        for _ in range(MOST_AT_ONCE):
+            if not (soonest := self._first(self._lasting)) or not self._lifetimes.over([block := soonest[2]]):
+                break
             heapq.heappop(self._lasting)
             self._push(self._over, (0, self._places[block], block))
         oldest = self._first(self._over)

@@ -177,7 +177,10 @@ class LearntReuse:
 
     def pop(self, count: int) -> list[int]:
         victims = []
-        while len(self._kept) and self._kept.oldest_over():
+        # As many as give way, and more: those whose lifetimes ended long ago are none that give way last.
+        for _ in range(2 * count):
+            if not len(self._kept) or not self._kept.oldest_over():
+                break
             named = self._named[self._kept.pop_over()]
             if not named.children:
                 self._offer(named, first=True)

@@ -192,6 +192,35 @@ def test_an_account_gets_its_share_of_a_pool_that_requests_with_one_preamble_hol
     harness.run(earliest, mine, *others)
 
 
+@pytest.mark.parametrize("max_tokens", [7, 16])
+def test_nobody_grows_beyond_its_share_while_another_has_no_room_within_its_own(max_tokens: int) -> None:
+    """A request that nobody preempts holds a long preamble, and one after the other adopts it for a block of its own."""
+    harness = Harness(blocks=100, step_tokens=256, max_running=16, max_context_tokens=600)
+    preamble = unique(5, 80 * BLOCK_TOKENS)
+    others: list[Answer] = []
+
+    def four_run() -> None:
+        for other in others:
+            if other.over and not other.sealed:
+                harness.seal(other)
+        while sum(not other.over for other in others) < 4:
+            others.append(harness.submit([*preamble, len(others)], account=BOB, max_tokens=max_tokens))
+            harness.step()
+
+    four_run()
+    mine = harness.submit(unique(9, 20 * BLOCK_TOKENS), max_tokens=4)
+    for _ in range(2 * max_tokens):
+        harness.step()
+        four_run()
+    assert mine.started
+    # And then they go on.
+    before = len(others)
+    for _ in range(60):
+        harness.step()
+        four_run()
+    assert len(others) > before + 4
+
+
 def test_an_account_never_has_more_than_its_max_and_evicts_its_own_first() -> None:
     harness = Harness(blocks=40)
     flood(harness, BOB, 16)
@@ -304,6 +333,18 @@ def test_reservations_beyond_the_pool_are_in_force_as_far_as_they_fit() -> None:
     assert [report(harness, account).reserved_blocks for account in (ALICE, BOB)] == [15, 5]
     harness.open(ALICE, reserved_blocks=2, revision=1)
     assert [report(harness, account).reserved_blocks for account in (ALICE, BOB)] == [2, 15]
+
+
+def test_what_reservations_lack_is_no_more_than_the_pool_for_each() -> None:
+    harness = Harness(blocks=20)
+    harness.open(ALICE, reserved_blocks=15)
+    assert harness.engine.stats(pushed=False).missing_blocks == 0
+    harness.open(BOB, reserved_blocks=15)
+    assert harness.engine.stats(pushed=False).reserved_blocks == 20
+    assert harness.engine.stats(pushed=False).missing_blocks == 10
+    # What can't be is not promised: a sum of such would be no number that a message can hold.
+    harness.open(CAROL, reserved_blocks=(1 << 63) - 1)
+    assert harness.engine.stats(pushed=False).missing_blocks == 10 + 20
 
 
 def test_no_request_that_takes_all_its_account_may_have_keeps_a_reservation_from_coming_into_force() -> None:

@@ -35,6 +35,7 @@ from cachestore.protocol import (
     Submit,
     Tokens,
 )
+from cachestore.scheduler import StepPlan
 from cachestore.start_error import StartError
 from tests.cachestore.serving import (
     WELCOME,
@@ -111,6 +112,17 @@ async def test_pings_are_answered_with_the_age_of_the_last_step(tmp_path: Path) 
         while (pong := await _ping(peer)).step_age_ms < 5:
             assert isinstance(pong, Pong)
         runner.open()
+
+
+async def test_an_engine_with_work_that_computes_nothing_grows_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path) as server, connected(server) as client:
+        peer = await RawPeer.connect(server)
+        monkeypatch.setattr(server.engine.scheduler, "plan", lambda: StepPlan([], [], []))
+        submit(client, prompt(1, 5))
+        while (await _ping(peer)).step_age_ms < 20:
+            pass
 
 
 async def _ping(peer: RawPeer) -> Pong:

@@ -157,3 +157,24 @@ def test_uses_of_wanted_blocks_leave_nothing_behind(lifetimes: Lifetimes) -> Non
         order.remove(range(10))
         order.add(range(10))
     assert len(order._kept._lasting) < 50
+
+
+def test_nobody_waits_for_all_whose_times_end_together(
+    order: Order, lifetimes: Lifetimes, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lifetimes.extend(range(1, 1001), 10 * SECOND)
+    cache(order, *([block] for block in range(1, 1001)), [2000])
+    clock.ns += 20 * SECOND
+    looks = 0
+
+    def over(blocks: list[int]) -> set[int]:
+        nonlocal looks
+        looks += len(blocks)
+        return set(blocks)
+
+    monkeypatch.setattr(lifetimes, "over", over)
+    first = order.pop(1)
+    assert looks < 50
+    # Each gives way in the end, and before the one that is newer and was never wanted.
+    assert sorted(first + order.pop(999)) == list(range(1, 1001))
+    assert order.pop(2) == [2000]
