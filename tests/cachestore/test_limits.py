@@ -194,7 +194,7 @@ def test_an_account_gets_its_share_of_a_pool_that_requests_with_one_preamble_hol
 
 @pytest.mark.parametrize("max_tokens", [7, 16])
 def test_nobody_grows_beyond_its_share_while_another_has_no_room_within_its_own(max_tokens: int) -> None:
-    """A request that nobody preempts holds a long preamble, and one after the other adopts it for a block of its own."""
+    """A request that nobody preempts holds a preamble, which one after the other adopts for a block of its own."""
     harness = Harness(blocks=100, step_tokens=256, max_running=16, max_context_tokens=600)
     preamble = unique(5, 80 * BLOCK_TOKENS)
     others: list[Answer] = []
