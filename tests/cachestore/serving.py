@@ -72,6 +72,10 @@ class GatedRunner(RememberingRunner):
     def let(self, steps: int) -> None:
         self._gate.release(steps)
 
+    def take_back(self) -> None:
+        """A step that nobody needed."""
+        self._gate.acquire(blocking=False)
+
     def open(self) -> None:
         self._is_open = True
         self._gate.release()

@@ -161,7 +161,10 @@ class Arena:
         if unless():
             return
         self.runner.let(1)
-        await until(lambda: self.runner.steps_done > done)
+        # What seemed to be under way may have ended with the step before.
+        await until(lambda: self.runner.steps_done > done or unless() or self._failed())
+        if self.runner.steps_done == done:
+            self.runner.take_back()
 
     def _failed(self) -> bool:
         return any(task.done() for task in self._tasks)
