@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from cachestore.client import StoreClient
 from cachestore.engine import Runner, Sampled
-from cachestore.protocol import Finished, OpenAccount
+from cachestore.protocol import Finished, OpenAccount, Submit
 from cachestore.scheduler import Row
 from cachestore.sequence import Phase
 from cachestore.server import StoreServer
@@ -120,6 +120,14 @@ class Arena:
         self._numbers = itertools.count()
         self._wanted = 0
         self._tasks: list[asyncio.Task[None]] = []
+        self._arrived = self._ended = 0
+        put = server._thread.put
+
+        def count(connection: int, message: object) -> None:
+            put(connection, message)  # type: ignore[arg-type]
+            self._arrived += isinstance(message, Submit)
+
+        server._thread.put = count  # type: ignore[method-assign]
 
     def open(self, account: bytes, **limits: object) -> None:
         self._client.open_account(OpenAccount(account=account, epoch=1, revision=1, **limits))  # type: ignore[arg-type]
@@ -140,6 +148,7 @@ class Arena:
     async def ask(self, account: bytes, prompt: list[int], max_tokens: int) -> Ran:
         request = serving.submit(self._client, prompt, account=account, max_tokens=max_tokens)
         started, _, end = await serving.answer(request)
+        self._ended += 1
         assert started is not None
         assert isinstance(end, Finished)
         request.seal([], last=True)
@@ -172,7 +181,8 @@ class Arena:
     def _under_way(self) -> int:
         """Requests that the engine knows, or will before its next step."""
         known = sum(each.phase is not Phase.ENDED for each in list(self.server.engine._sequences.values()))
-        return known + self.server._thread._inbox.qsize()
+        # In the inbox there are seals as well; what has ended is not known to have at once.
+        return min(known + self.server._thread._inbox.qsize(), self._arrived - self._ended)
 
     async def end(self) -> None:
         """What is under way ends with the connection."""
