@@ -291,8 +291,7 @@ class Scheduler:
     def _make_room(self, account: bytes, matched: list[int], needed: int) -> bool:
         """Whether a request with these blocks can be admitted, once who has to give way to it was preempted."""
         pool = self.pool
-        is_within_share = self._is_within_share(account, matched, needed)
-        if self._is_owed and not is_within_share:
+        if self._is_owed and not self._is_within_share(account, matched, needed):
             self._refused += 1
             return False
         above = pool.above(account, matched, needed)
@@ -302,19 +301,16 @@ class Scheduler:
             # What is reclaimed may be what was matched, and is no room then.
             self._reclaim(account, short, False)
             short = pool.short(account, matched, needed)
-        has_slot = len(self.running) < self.max_running
-        if short:
-            victims = self._block_victims(account, matched, needed, short) if is_within_share else []
-        elif not has_slot:
+        victims: list[Sequence] = []
+        if short and (is_within_share := self._is_within_share(account, matched, needed)):
+            victims = self._block_victims(account, matched, needed, short)
+        elif not short and len(self.running) == self.max_running:
             victims = self._slot_victims(account)
-        else:
-            return True
         for victim in victims:
             self.preempt(victim)
-        if pool.short(account, matched, needed):
-            self._is_owed |= is_within_share
-        elif len(self.running) < self.max_running:
+        if not pool.short(account, matched, needed) and len(self.running) < self.max_running:
             return True
+        self._is_owed |= bool(short) and is_within_share
         self._refused += 1
         return False
 
