@@ -132,14 +132,13 @@ class Scheduler:
         unfit: list[Sequence] = []
         budget = self.step_tokens - len(step)
         self._refused, self._is_owed = 0, False
-        asked: set[bytes] = set()
         promised: list[bytes] | None = None
         while budget > 0:
             sequence = min(prefills, key=lambda each: self.waiting.service(each.account), default=None)
             if self._refused < MOST_REFUSED:
                 account = self.waiting.first()
             else:
-                promised = self._promised(asked) if promised is None else promised
+                promised = self._promised() if promised is None else promised
                 account = promised[-1] if promised else None
             if account is not None and (sequence is None or self._is_behind(account, sequence)):
                 if promised:
@@ -157,7 +156,6 @@ class Scheduler:
                     if (head := self.waiting.head(account)) is not None and not self.may_fit(head):
                         unfit.append(head)
                     self.waiting.set_aside(account)
-                    asked.add(account)
                     continue
             elif sequence is not None:
                 prefills.remove(sequence)
@@ -172,10 +170,10 @@ class Scheduler:
         started = [row.sequence for row in step if not row.sequence.started_ns]
         return StepPlan(step, started, unfit)
 
-    def _promised(self, asked: set[bytes]) -> list[bytes]:
-        """Other accounts with something waiting that have less than is reserved for them, the furthest behind last."""
-        behind = [each.name for each in self.pool.shares if each.held < each.reserved and each.name not in asked]
-        return sorted(filter(self.waiting.head, behind), key=self.waiting.service, reverse=True)
+    def _promised(self) -> list[bytes]:
+        """Accounts that wait, were not asked and have less than is reserved for them, the furthest behind last."""
+        behind = [each.name for each in self.pool.shares if each.held < each.reserved]
+        return sorted(filter(self.waiting.may_be_next, behind), key=self.waiting.service, reverse=True)
 
     def _is_behind(self, account: bytes, sequence: Sequence) -> bool:
         """Whether the account's next request goes before this running one. Inside an account the running one does."""

@@ -119,6 +119,11 @@ class FairQueue(Generic[WaitingT]):
         """It can't be served now: the others are asked, until `restore`."""
         self._set_aside.add(self._backlog(account))
 
+    def may_be_next(self, account: bytes) -> bool:
+        """Something of it waits, and it was not set aside."""
+        backlog = self._backlogs.get(account)
+        return backlog is not None and bool(backlog.requests) and backlog not in self._set_aside
+
     def restore(self) -> None:
         for backlog in self._set_aside:
             self._list(backlog)

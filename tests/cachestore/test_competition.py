@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -123,8 +124,8 @@ class Arena:
         self._arrived = self._taken = 0
         put, submit = server._thread.put, server.engine.submit
 
-        def arrive(connection: int, message: object) -> None:
-            put(connection, message)  # type: ignore[arg-type]
+        def arrive(connection: int, message: Any) -> None:
+            put(connection, message)
             self._arrived += isinstance(message, Submit)
 
         def take(connection: int, message: Submit) -> None:
@@ -133,8 +134,8 @@ class Arena:
 
         server._thread.put, server.engine.submit = arrive, take  # type: ignore[method-assign]
 
-    def open(self, account: bytes, **limits: object) -> None:
-        self._client.open_account(OpenAccount(account=account, epoch=1, revision=1, **limits))  # type: ignore[arg-type]
+    def open(self, account: bytes, **limits: Any) -> None:
+        self._client.open_account(OpenAccount(account=account, epoch=1, revision=1, **limits))
 
     def backlog(self, account: bytes, requests: int, prompt_tokens: int, max_tokens: int) -> None:
         async def ask_again() -> None:

@@ -191,27 +191,26 @@ async def test_usage_counts_each_prompt_once_and_the_output_of_all() -> None:
     assert usage.prompt_tokens_details.cache_write_tokens == 2
 
 
-async def test_a_refusal_of_any_prompt_is_the_answer_before_anything_is_sent() -> None:
-    store = Store()
-    store.admits[B, 0] = REFUSED
+async def assert_refused(store: Store) -> None:
     choices = store.choices(A, B, n=2)
     with pytest.raises(ApiError) as refused:
         await choices.admitted()
     assert refused.value is REFUSED
     choices.close()
     await store.all_closed()
+
+
+async def test_a_refusal_of_any_prompt_is_the_answer_before_anything_is_sent() -> None:
+    store = Store()
+    store.admits[B, 0] = REFUSED
+    await assert_refused(store)
 
 
 async def test_a_refusal_of_a_later_choice_fails_the_request() -> None:
     store = Store()
     store.admits[A, 0] = asyncio.Event()
     store.admits[B, 1] = REFUSED
-    choices = store.choices(A, B, n=2)
-    with pytest.raises(ApiError) as refused:
-        await choices.admitted()
-    assert refused.value is REFUSED
-    choices.close()
-    await store.all_closed()
+    await assert_refused(store)
 
 
 def failing_later(store: Store) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -74,22 +75,23 @@ def test_a_block_that_another_account_has_now_is_not_given_up_by_the_one_before(
 
 
 def test_limits_that_contradict_each_other_are_refused() -> None:
-    for broken in (
+    contradictions: tuple[dict[str, Any], ...] = (
         {"reserved": -1},
         {"weight": 0.0},
         {"weight": float("inf")},
         {"reserved": 3, "max": 2},
         {"strict": True},
         {"reserved": 2, "max": 3, "strict": True},
-    ):
+    )
+    for broken in contradictions:
         with pytest.raises(ValueError, match="account"):
-            AccountLimits(**broken)  # type: ignore[arg-type]
+            AccountLimits(**broken)
 
 
-def caching(shares: Shares, name: bytes, blocks: int, **limits: float) -> Account:
+def caching(shares: Shares, name: bytes, blocks: int, **limits: Any) -> Account:
     """An account that has the next so many numbers cached."""
     account = shares.account(name)
-    shares.set_limits(account, AccountLimits(**limits))  # type: ignore[arg-type]
+    shares.set_limits(account, AccountLimits(**limits))
     first = sum(each.used for each in shares)
     shares.hold(account, blocks)
     shares.release(account, 0, range(first, first + blocks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gateway.app import open_gateway
 from gateway.telemetry.providers import Exporters
 from gateway.telemetry.telemetry import Telemetry
 from gateway.tenants.limits import LimitRegistry
-from policies.eviction import NO_LIMITS, AccountLimits
+from policies.eviction import NO_LIMITS, AccountLimits, Shares
 from tests.system.in_process import BLOCK_BYTES, Customer, InProcess, _client, in_process, until
 from tests.system.metered import TENANTS, Metered, limit, metered
 from tests.system.scripted import TEXT, ScriptedRunner, idle
@@ -300,6 +301,10 @@ async def test_an_answer_without_a_maximum_fits_beside_what_others_have_reserved
         assert await answered(20) == 2 * 16 - 20
 
 
+def has_reserved(shares: Shares, blocks: int) -> bool:
+    return shares.reserved == blocks
+
+
 async def test_where_reservations_do_not_fit_an_answer_without_a_maximum_has_its_part(tmp_path: Path) -> None:
     async with metered(tmp_path, blocks=32) as m:
         other = await m.inside.customer("b")
@@ -312,7 +317,7 @@ async def test_where_reservations_do_not_fit_an_answer_without_a_maximum_has_its
             shares = inside.engine.pool.shares
             if not strict:
                 await limit(inside, m.customer.id, device_reserved_tokens=16 * 16)
-            await until(lambda shares=shares: shares.reserved == 16)  # type: ignore[misc]
+            await until(partial(has_reserved, shares, 16))
             # Reports are up to a second old.
             await inside.gateway.link.connection().client.stats()
             body = {"model": inside.model, "prompt": "x" * 40, "ignore_eos": True}
