@@ -68,19 +68,29 @@ class GatedRunner(RememberingRunner):
         super().__init__(BLOCK_TOKENS)
         self._gate = threading.Semaphore(0)
         self._is_open = False
+        self._asked = 0
+        self._let = 0
+
+    @property
+    def waiting(self) -> bool:
+        """A step was planned and waits to be let."""
+        return not self._is_open and self._asked > self._let
 
     def let(self, steps: int) -> None:
+        self._let += steps
         self._gate.release(steps)
 
     def take_back(self) -> None:
         """A step that nobody needed."""
-        self._gate.acquire(blocking=False)
+        if self._gate.acquire(blocking=False):
+            self._let -= 1
 
     def open(self) -> None:
         self._is_open = True
         self._gate.release()
 
     def launch(self, rows: Sequence[Row]) -> list[Sampled]:
+        self._asked += 1
         if not self._is_open:
             assert self._gate.acquire(timeout=30), "the test forgot to let a step through"
         return super().launch(rows)
