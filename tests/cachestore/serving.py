@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from cachestore.client import Output, StoreClient, StoreRequest
 from cachestore.engine import Engine, Sampled
@@ -26,6 +28,7 @@ from cachestore.protocol import (
     Rejected,
     Started,
     StatsReport,
+    Submit,
     Welcome,
     decode_to_gateway,
     encode_frame,
@@ -76,7 +79,7 @@ class GatedRunner(RememberingRunner):
         """A step was planned and waits to be let."""
         return not self._is_open and self._asked > self._let
 
-    def let(self, steps: int) -> None:
+    def let(self, steps: int = 1) -> None:
         self._let += steps
         self._gate.release(steps)
 
@@ -175,6 +178,65 @@ async def complete(client: StoreClient, prompt: list[int], **options: int | byte
     assert isinstance(end, Finished)
     request.seal([], last=True)
     return started.cached_tokens, tokens
+
+
+def submissions(engine: Engine) -> list[Submit]:
+    """A list to which every `Submit` from now on is added, when the engine takes it."""
+    submitted: list[Submit] = []
+    submit = engine.submit
+
+    def noted(connection: int, message: Submit) -> None:
+        submitted.append(message)
+        submit(connection, message)
+
+    engine.submit = noted  # type: ignore[method-assign]
+    return submitted
+
+
+Kind = TypeVar("Kind")
+
+
+class Arrivals:
+    """Everything that reaches a store from now on, before its engine looks at it."""
+
+    def __init__(self, server: StoreServer) -> None:
+        self._by_kind: defaultdict[type, list[Any]] = defaultdict(list)
+        put = server._thread.put
+
+        def noted(connection: int, message: Any) -> None:
+            self._by_kind[type(message)].append(message)
+            put(connection, message)
+
+        server._thread.put = noted  # type: ignore[method-assign]
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """All of that kind, in order; it grows."""
+        return self._by_kind[kind]
+
+
+class Gated(Protocol):
+    """A runner that computes a step only when the test lets it."""
+
+    @property
+    def waiting(self) -> bool: ...
+    def let(self) -> None: ...
+
+
+Result = TypeVar("Result")
+
+
+async def stepping(runner: Gated, work: Coroutine[Any, Any, Result]) -> Result:
+    """Let steps through until it is done: the store looks at its messages between them, and which is a race.
+
+    Never one ahead of the engine: an engine that was kept waiting would take all of them at once, and a request
+    that shall run for long would be over.
+    """
+    task = asyncio.create_task(work)
+    while not task.done():
+        if runner.waiting:
+            runner.let()
+        await asyncio.sleep(0.001)
+    return await task
 
 
 async def report_where(client: StoreClient, **expected: int) -> StatsReport:

@@ -28,7 +28,7 @@ from cachestore.scheduler import Row
 from cachestore.sequence import Phase
 from cachestore.server import StoreServer
 from tests.cachestore import serving
-from tests.cachestore.serving import GatedRunner, connected
+from tests.cachestore.serving import Arrivals, GatedRunner, connected, submissions
 from tests.cachestore.support import ALICE, BOB, CAROL
 
 pytestmark = pytest.mark.anyio
@@ -121,18 +121,7 @@ class Arena:
         self._numbers = itertools.count()
         self._wanted = 0
         self._tasks: list[asyncio.Task[None]] = []
-        self._arrived = self._taken = 0
-        put, submit = server._thread.put, server.engine.submit
-
-        def arrive(connection: int, message: Any) -> None:
-            put(connection, message)
-            self._arrived += isinstance(message, Submit)
-
-        def take(connection: int, message: Submit) -> None:
-            submit(connection, message)
-            self._taken += 1
-
-        server._thread.put, server.engine.submit = arrive, take  # type: ignore[method-assign]
+        self._arrived, self._taken = Arrivals(server).of(Submit), submissions(server.engine)
 
     def open(self, account: bytes, **limits: Any) -> None:
         self._client.open_account(OpenAccount(account=account, epoch=1, revision=1, **limits))
@@ -196,7 +185,7 @@ class Arena:
     def _under_way(self) -> int:
         """Requests that the engine knows, or will before its next step."""
         known = sum(each.phase is not Phase.ENDED for each in list(self.server.engine._sequences.values()))
-        return known + self._arrived - self._taken
+        return known + len(self._arrived) - len(self._taken)
 
     async def end(self) -> None:
         """What is under way ends with the connection."""

@@ -6,9 +6,7 @@ import asyncio
 import logging
 import socket
 import stat
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 
@@ -46,6 +44,7 @@ from tests.cachestore.serving import (
     connected,
     report_where,
     serving,
+    stepping,
     submit,
 )
 from tests.cachestore.support import ALICE, BOB, GREEDY, chain_keys, expected_answer, token_bytes
@@ -180,23 +179,6 @@ async def test_gateways_may_use_the_same_request_ids(tmp_path: Path) -> None:
         ]
 
 
-T = TypeVar("T")
-
-
-async def _stepping(runner: GatedRunner, waiting: Coroutine[Any, Any, T]) -> T:
-    """Let one step at a time through until that has come: which step it falls into is a race.
-
-    Never one ahead of the engine: an engine that was kept waiting would take all of them at once, and a request
-    that shall run for long would be over.
-    """
-    task = asyncio.create_task(waiting)
-    while not task.done():
-        if runner.waiting:
-            runner.let(1)
-        await asyncio.sleep(0)
-    return await task
-
-
 async def test_an_abort_ends_a_running_request(tmp_path: Path) -> None:
     runner = GatedRunner()
     async with serving(tmp_path, runner) as server, connected(server) as client:
@@ -204,7 +186,7 @@ async def test_an_abort_ends_a_running_request(tmp_path: Path) -> None:
         runner.let(2)
         assert isinstance(await aborted.next(), Started)
         aborted.abort()
-        _, _, end = await _stepping(runner, answer(aborted))
+        _, _, end = await stepping(runner, answer(aborted))
         assert isinstance(end, Finished)
         assert end.reason == "aborted"
         aborted.seal([], last=True)
@@ -223,15 +205,15 @@ async def test_a_disconnect_releases_all_that_its_requests_held_within_a_second(
         requests = [submit(going, prompt(word, 9), max_tokens=400) for word in (1, 2, 3)]
         staying = submit(other, prompt(4, 9), account=BOB, max_tokens=4000)
         for request in (*requests, staying):
-            assert isinstance(await _stepping(runner, request.next()), Started)
+            assert isinstance(await stepping(runner, request.next()), Started)
         going.close()
         async with asyncio.timeout(1):
-            await _stepping(runner, report_where(other, running=1, waiting=0, ended=0))
+            await stepping(runner, report_where(other, running=1, waiting=0, ended=0))
         assert server.engine.pool.held == len(server.engine.scheduler.running[0].table)
         with pytest.raises(StoreLost):
             await answer(requests[0])
         # The other gateway's request went on.
-        assert await _stepping(runner, staying.next())
+        assert await stepping(runner, staying.next())
         assert not staying.finished
 
 

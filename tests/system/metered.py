@@ -17,9 +17,10 @@ from sqlalchemy import select, update
 from cachestore.protocol import Submit
 from cachestore.sequence import Sequence
 from gateway.tenants.tables import Base, Quota, Reservation
+from tests.cachestore.serving import Arrivals
 from tests.gateway.tenants.ledger import check_ledger
 from tests.system.in_process import Customer, InProcess, in_process, until
-from tests.system.scripted import TEXT, ScriptedRunner, Words, arrivals, byte_ids, idle
+from tests.system.scripted import TEXT, ScriptedRunner, Words, byte_ids, idle
 
 TENANTS = "/admin/v1/tenants"
 NOON_MS = 1_900_000_000_000 // 86_400_000 * 86_400_000 + 43_200_000
@@ -87,10 +88,10 @@ class Metered:
     runner: ScriptedRunner
     customer: Customer
     clock: Clock
-    arrived: list[Any] = field(init=False)
+    submitted: list[Submit] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.arrived = arrivals(self.inside)
+        self.submitted = Arrivals(self.inside.store).of(Submit)
         self._numbers = itertools.count()
 
     async def limit(self, **limits: object) -> None:
@@ -103,15 +104,11 @@ class Metered:
 
     async def begin(self, prompt_tokens: int, max_tokens: int, **fields: Any) -> asyncio.Task[httpx.Response]:
         """Send a request to a model that is closed, and wait until the store has it."""
-        before = self.submitted
+        before = len(self.submitted)
         asked = asyncio.create_task(self.ask(prompt_tokens, max_tokens, **fields))
-        await until(lambda: self.submitted > before or asked.done())
+        await until(lambda: len(self.submitted) > before or asked.done())
         assert not asked.done(), (await asked).text
         return asked
-
-    @property
-    def submitted(self) -> int:
-        return sum(isinstance(message, Submit) for message in self.arrived)
 
     async def generate(self, tokens: int) -> Sequence:
         """Let the only request that runs have so many tokens."""

@@ -18,8 +18,9 @@ from cachestore.engine_thread import Outgoing
 from cachestore.protocol import Abort, Finished, Submit
 from cachestore.sequence import Sequence
 from gateway.telemetry.telemetry import Telemetry
+from tests.cachestore.serving import Arrivals
 from tests.system.in_process import InProcess, in_process
-from tests.system.scripted import CHAT, TEXT, ScriptedRunner, Words, arrivals, events_of, idle, listening, until
+from tests.system.scripted import CHAT, TEXT, ScriptedRunner, Words, events_of, idle, listening, until
 
 KINDS = [(path, stream) for path in (CHAT, TEXT) for stream in (False, True)]
 WITHIN_SECONDS = 1.0
@@ -80,7 +81,7 @@ class Scene:
     def __init__(self, inside: InProcess, runner: ScriptedRunner, url: str, key: str) -> None:
         self.inside = inside
         self.runner = runner
-        self.arrived = arrivals(inside)
+        self.arrived = Arrivals(inside.store)
         self.said = events_of(inside)
         self.held = Held(inside)
         self._address = urlsplit(url)
@@ -103,7 +104,7 @@ class Scene:
 
     async def begin(self, path: str, stream: bool, **fields: Any) -> tuple[Client, Sequence]:
         """Send a request of one prompt, wait until the store has it, and let one step through; its first choice."""
-        before, choices = sum(isinstance(message, Submit) for message in self.arrived), fields.get("n", 1)
+        before, choices = len(self.arrived.of(Submit)), fields.get("n", 1)
         client = await self.ask(path, stream, **fields)
         await self.submitted(before + choices)
         await self.step()
@@ -111,7 +112,7 @@ class Scene:
 
     async def submitted(self, count: int) -> None:
         """Wait until so many submissions have reached the store."""
-        await until(lambda: sum(isinstance(message, Submit) for message in self.arrived) == count)
+        await until(lambda: len(self.arrived.of(Submit)) == count)
 
     async def step(self) -> None:
         """Let one step through and wait for the next one, or for the end of all work."""
@@ -124,10 +125,10 @@ class Scene:
     async def leave(self, client: Client, sequence: Sequence) -> None:
         """The client leaves; the engine computes at most the step it is in, and knows nothing of it a second later."""
         rows = self.rows(sequence)
-        aborts = sum(isinstance(message, Abort) for message in self.arrived)
+        aborts = len(self.arrived.of(Abort))
         left_at = time.monotonic()
         client.leave()
-        await until(lambda: sum(isinstance(message, Abort) for message in self.arrived) > aborts)
+        await until(lambda: len(self.arrived.of(Abort)) > aborts)
         self.held.release()
         # Others may go on: a step is what the engine looks at its messages between.
         while sequence in self.inside.engine._sequences.values():

@@ -129,32 +129,6 @@ class ScriptedRunner(RememberingRunner):
         return [self.says(row.sequence) for row in rows if row.samples]
 
 
-def submissions(inside: InProcess) -> list[Submit]:
-    """A list to which every `Submit` from now on is added."""
-    submitted: list[Submit] = []
-    submit = inside.engine.submit
-
-    def noted(connection: int, message: Submit) -> None:
-        submitted.append(message)
-        submit(connection, message)
-
-    inside.engine.submit = noted  # type: ignore[method-assign]
-    return submitted
-
-
-def arrivals(inside: InProcess) -> list[Any]:
-    """A list to which everything is added that reaches the store from now on, before its engine looks at it."""
-    arrived: list[Any] = []
-    put = inside.store._thread.put
-
-    def noted(connection: int, message: Any) -> None:
-        arrived.append(message)
-        put(connection, message)
-
-    inside.store._thread.put = noted  # type: ignore[method-assign]
-    return arrived
-
-
 def tokens_of(submit: Submit) -> list[int]:
     return list(array("I", submit.tokens))
 

@@ -88,7 +88,7 @@ async def test_a_client_that_leaves_ends_all_choices_of_all_prompts(tmp_path: Pa
     async with scene(tmp_path, max_running=5) as s:
         for stream in (False, True) * 3:
             prompts = [f"{next(s._numbers)} ".ljust(40, "x") for _ in range(2)]
-            before = sum(isinstance(message, Submit) for message in s.arrived)
+            before = len(s.arrived.of(Submit))
             client = await s.ask(TEXT, stream, prompt=prompts, n=3)
             await s.submitted(before + 6)
             sequences = list(s.inside.engine._sequences.values())
@@ -99,7 +99,7 @@ async def test_a_client_that_leaves_ends_all_choices_of_all_prompts(tmp_path: Pa
             rows = {each: s.rows(each) for each in sequences}
             left_at = time.monotonic()
             client.leave()
-            await until(lambda: s.arrived and not s.inside.gateway.completions._choices)
+            await until(lambda: not s.inside.gateway.completions._choices)
             s.runner.open()
             await until(lambda: not s.inside.engine._sequences)
             assert time.monotonic() - left_at < WITHIN_SECONDS

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from gateway.telemetry.providers import Exporters
 from gateway.telemetry.telemetry import Telemetry
 from gateway.tenants.limits import LimitRegistry
 from policies.eviction import NO_LIMITS, AccountLimits, Shares
+from tests.cachestore.serving import stepping
 from tests.system.in_process import BLOCK_BYTES, Customer, InProcess, _client, in_process, until
-from tests.system.metered import TENANTS, Metered, limit, metered
+from tests.system.metered import TENANTS, limit, metered
 from tests.system.scripted import TEXT, ScriptedRunner, idle
 from tests.system.support import random_prompt
 from tests.system.wire import refusal
@@ -208,8 +208,8 @@ async def test_a_reservation_that_is_not_free_yet_is_missing(tmp_path: Path) -> 
         client = link.connection().client
         m.runner.close()
         running = await m.begin(100, 100)
-        await stepping(m, limit(m.inside, other.id, device_reserved_tokens=16 * 16))
-        await stepping(m, client.stats())
+        await stepping(m.runner, limit(m.inside, other.id, device_reserved_tokens=16 * 16))
+        await stepping(m.runner, client.stats())
         # The running request needs 13 of 16 to its end.
         assert link.missing_blocks == 13
         assert "partly_in_force" in (await m.inside.http.get("/readyz?verbose")).text
@@ -219,16 +219,6 @@ async def test_a_reservation_that_is_not_free_yet_is_missing(tmp_path: Path) -> 
         await client.stats()
         assert link.missing_blocks == 0
         assert "partly_in_force" not in (await m.inside.http.get("/readyz?verbose")).text
-
-
-async def stepping(m: Metered, work: Coroutine[Any, Any, object]) -> None:
-    """Let steps through until it is done: the store looks at its messages between them."""
-    task = asyncio.create_task(work)
-    while not task.done():
-        if m.runner.waiting:
-            m.runner.let()
-        await asyncio.sleep(0.001)
-    await task
 
 
 def reserved_blocks(metrics: str) -> dict[str, float]:

@@ -17,10 +17,11 @@ from cachestore.scheduler import Row
 from gateway import completions
 from gateway.prompt.model_files import read_model_files
 from gateway.prompt.tokens import Tokenizer
+from tests.cachestore.serving import submissions
 from tests.gateway.prompt import tokenizers
 from tests.system.in_process import Customer, InProcess, in_process
 from tests.system.insider import block_names
-from tests.system.scripted import CHAT, TEXT, idle, submissions, tokens_of
+from tests.system.scripted import CHAT, TEXT, idle, tokens_of
 from tests.system.wire import DONE, error_form, events, finish_reasons, text_of
 
 pytestmark = pytest.mark.anyio
@@ -63,7 +64,7 @@ async def test_b079_one_bos_in_each_case(tmp_path: Path) -> None:
     (bos,) = tokenizer.encode("<s>")
     words = list(tokenizer.encode("hello world"))
     async with in_process(tmp_path, model_dir) as inside:
-        customer, submitted = await inside.customer("a"), submissions(inside)
+        customer, submitted = await inside.customer("a"), submissions(inside.engine)
         for prompt in ("<s>hello world", "hello world", [bos, *words], [bos, bos, *words], words):
             await ask(inside, customer, TEXT, prompt=prompt)
         # Text begins with one; ids are used unchanged, whatever they are.
@@ -77,7 +78,7 @@ async def test_b079_one_bos_in_each_case(tmp_path: Path) -> None:
 
 async def test_b128_unknown_fields_change_no_token_and_no_name(default_model: Path, tmp_path: Path) -> None:
     async with in_process(tmp_path, default_model) as inside:
-        customer, submitted = await inside.customer("a"), submissions(inside)
+        customer, submitted = await inside.customer("a"), submissions(inside.engine)
         messages = say("The quick brown fox says hello world.")
         await ask(inside, customer, CHAT, messages=messages)
         extended = [message | {"unknown": "x"} for message in messages]
@@ -95,7 +96,7 @@ async def test_b128_unknown_fields_change_no_token_and_no_name(default_model: Pa
 async def test_b099_a_byte_order_mark_in_a_message_reaches_the_model(default_model: Path, tmp_path: Path) -> None:
     mark = list(Tokenizer(read_model_files(default_model)).encode("\ufeff"))
     async with in_process(tmp_path, default_model) as inside:
-        customer, submitted = await inside.customer("a"), submissions(inside)
+        customer, submitted = await inside.customer("a"), submissions(inside.engine)
         for content in ("x", "x\ufeff"):
             await ask(inside, customer, CHAT, messages=say(content))
         plain, marked = map(tokens_of, submitted)

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from cachestore.protocol import Abort, Finished
+from tests.cachestore.serving import Arrivals, submissions
 from tests.cachestore.support import next_token
 from tests.gateway.prompt import tokenizers
 from tests.system.in_process import Customer, InProcess, in_process
@@ -22,12 +23,10 @@ from tests.system.scripted import (
     TEXT,
     ScriptedRunner,
     Words,
-    arrivals,
     byte_ids,
     events_of,
     idle,
     listening,
-    submissions,
     tokens_of,
     until,
 )
@@ -97,7 +96,7 @@ async def test_b013_a_rewritten_history_has_other_names_and_no_named_block_is_re
     runner.says = lambda sequence: 901 if list(sequence.tokens) == begun else next_token(sequence.tokens)
     async with in_process(tmp_path, default_model, runner=runner) as inside:
         session, other = await inside.customer("a"), await inside.customer("b")
-        submitted = submissions(inside)
+        submitted = submissions(inside.engine)
 
         async def ask(customer: Customer, prompt: list[int], max_tokens: int) -> tuple[str, int]:
             body = {"model": inside.model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
@@ -124,7 +123,7 @@ async def test_b013_a_rewritten_history_has_other_names_and_no_named_block_is_re
 async def test_b081_a_template_without_a_system_role_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role here') }}{% endif %}"
     async with saying(tmp_path, template=refuses + tokenizers.CHATML) as scene:
-        submitted = submissions(scene.inside)
+        submitted = submissions(scene.inside.engine)
         user = {"role": "user", "content": "x"}
         with caplog.at_level(logging.DEBUG):
             for stream in (False, True):
@@ -294,7 +293,7 @@ async def test_b131_a_prompt_of_token_ids(tmp_path: Path) -> None:
         assert one["usage"]["prompt_tokens"] == 3
         two = (await scene.ask(TEXT, prompt=[[5, 6], [7]])).json()
         assert [choice["index"] for choice in two["choices"]] == [0, 1]
-        submitted = submissions(scene.inside)
+        submitted = submissions(scene.inside.engine)
         for prompt in ([5, -1], [vocabulary], [True], []):
             assert refusal(await scene.ask(TEXT, prompt=prompt), 400)["type"] == "invalid_request_error"
         assert not submitted
@@ -304,7 +303,7 @@ async def test_b131_a_prompt_of_token_ids(tmp_path: Path) -> None:
 async def test_b133_equal_request_ids_of_clients_mix_nothing_up(tmp_path: Path) -> None:
     async with saying(tmp_path) as scene:
         inside, runner = scene.inside, scene.runner
-        submitted = submissions(inside)
+        submitted = submissions(inside.engine)
         # Each answer repeats its prompt's letter, in a way that tells its choices apart.
         runner.says = lambda sequence: (
             byte_ids("-+")[sequence.sampling.seed % 2] if (sequence.output_tokens % 2) else sequence.tokens[0]
@@ -339,7 +338,7 @@ async def test_b133_equal_request_ids_of_clients_mix_nothing_up(tmp_path: Path) 
 async def test_b030_an_abort_that_comes_while_the_end_is_computed_frees_once(tmp_path: Path) -> None:
     async with saying(tmp_path, "he") as scene, listening(scene.inside.gateway.tenant_app) as url:
         inside, runner = scene.inside, scene.runner
-        said, arrived = events_of(inside), arrivals(inside)
+        said, aborts = events_of(inside), Arrivals(inside.store).of(Abort)
         scene.script("he")
         runner.close()
         runner.let()
@@ -353,7 +352,7 @@ async def test_b030_an_abort_that_comes_while_the_end_is_computed_frees_once(tmp
                 # The engine is in the step that ends the answer when its client leaves.
                 await until(lambda: len(runner.steps) == 1 and runner.waiting)
                 held = inside.engine.pool.held
-            await until(lambda: any(isinstance(message, Abort) for message in arrived))
+            await until(lambda: aborts)
         runner.open()
         await idle(inside, 1)
         assert [event.reason for event in said if isinstance(event, Finished)] == ["stop"]

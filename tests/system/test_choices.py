@@ -13,17 +13,16 @@ import pytest
 
 from cachestore.protocol import Finished, Started, Submit, Tokens
 from gateway.prompt.tokens import Prompt, Tokenizer
+from tests.cachestore.serving import Arrivals, submissions
 from tests.system.in_process import Customer, InProcess, in_process, until
 from tests.system.scripted import (
     CHAT,
     TEXT,
     ScriptedRunner,
     Words,
-    arrivals,
     byte_ids,
     events_of,
     idle,
-    submissions,
     tokens_of,
 )
 from tests.system.wire import DONE, error_form, events, finish_reasons, refusal, streamed
@@ -64,10 +63,6 @@ def joined(chunks: list[Any]) -> dict[int, str]:
     return found
 
 
-def submits(arrived: list[Any]) -> list[Submit]:
-    return [message for message in arrived if isinstance(message, Submit)]
-
-
 def seeds(submitted: list[Submit]) -> list[int]:
     return [submit.sampling.seed for submit in submitted]
 
@@ -76,11 +71,11 @@ async def test_the_first_choice_computes_the_prompt_and_the_others_adopt_its_blo
     # The prompt takes two steps, and the second has room for others.
     async with letters(tmp_path, step_tokens=64, max_running=64) as (inside, runner, customer):
         runner.close()
-        said, arrived = events_of(inside), arrivals(inside)
+        said, submitted = events_of(inside), Arrivals(inside.store).of(Submit)
         asked = asyncio.create_task(ask(inside, customer, prompt=byte_ids("x" * 104), n=4, seed=0))
         # All of them were asked for when the first has no token yet.
-        await until(lambda: len(submits(arrived)) == 4 and runner.waiting)
-        assert seeds(submits(arrived)) == [0, 1, 2, 3]
+        await until(lambda: len(submitted) == 4 and runner.waiting)
+        assert seeds(submitted) == [0, 1, 2, 3]
         assert not any(isinstance(event, Tokens) for event in said)
         runner.open()
         usage = (await asked).json()["usage"]
@@ -97,9 +92,9 @@ async def test_the_first_choice_computes_the_prompt_and_the_others_adopt_its_blo
 async def test_waiting_for_the_first_choice_is_no_waiting_for_room(tmp_path: Path) -> None:
     async with letters(tmp_path, max_running=16, step_tokens=16) as (inside, runner, customer):
         runner.close()
-        arrived = arrivals(inside)
+        submitted = Arrivals(inside.store).of(Submit)
         asked = asyncio.create_task(ask(inside, customer, prompt=byte_ids("x" * 40), n=4))
-        await until(lambda: len(submits(arrived)) == 4 and runner.waiting)
+        await until(lambda: len(submitted) == 4 and runner.waiting)
         # Longer than any tenant's requests may wait.
         inside.engine._clock_ns = lambda: time.monotonic_ns() + 3_600_000_000_000
         runner.open()
@@ -129,7 +124,7 @@ async def test_each_choice_counts_up_to_the_token_that_completed_its_stop_string
 @pytest.mark.parametrize(("seed", "first"), [(7, 7), (0, 0), (-1, (1 << 64) - 1), (-2, (1 << 64) - 2)])
 async def test_choice_i_samples_with_seed_plus_i(tmp_path: Path, seed: int, first: int) -> None:
     async with letters(tmp_path) as (inside, _, customer):
-        submitted = submissions(inside)
+        submitted = submissions(inside.engine)
         answer = await ask(inside, customer, prompt=["x", "y"], n=3, seed=seed)
         expected = [(first + choice) % (1 << 64) for choice in range(3)]
         by_prompt = {word: sorted(seeds([s for s in submitted if tokens_of(s) == byte_ids(word)])) for word in "xy"}
@@ -141,7 +136,7 @@ async def test_choice_i_samples_with_seed_plus_i(tmp_path: Path, seed: int, firs
 
 async def test_without_a_seed_each_request_draws_one(tmp_path: Path) -> None:
     async with letters(tmp_path) as (inside, _, customer):
-        submitted = submissions(inside)
+        submitted = submissions(inside.engine)
         for _ in range(2):
             await ask(inside, customer, prompt="x", n=2)
         first, second = seeds(submitted[:2]), seeds(submitted[2:])
@@ -167,7 +162,7 @@ async def test_a_stream_says_the_same_by_index(tmp_path: Path, path: str, prompt
 
 async def test_one_request_is_at_most_128_submissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with letters(tmp_path) as (inside, _, customer):
-        submitted, tokenised = submissions(inside), []
+        submitted, tokenised = submissions(inside.engine), []
         completion = Tokenizer.completion
 
         def noted(self: Tokenizer, text: str) -> Prompt:
@@ -240,7 +235,7 @@ async def test_one_choice_that_fails_fails_the_request_and_ends_the_others(tmp_p
 
 async def test_the_four_forms_of_a_prompt(tmp_path: Path) -> None:
     async with letters(tmp_path) as (inside, _, customer):
-        submitted = submissions(inside)
+        submitted = submissions(inside.engine)
         one, two = byte_ids("one"), byte_ids("second")
         for prompt, expected in (
             ("one", [one]),
@@ -257,7 +252,7 @@ async def test_the_four_forms_of_a_prompt(tmp_path: Path) -> None:
 
 async def test_echo_and_suffix_are_refused_by_name(tmp_path: Path) -> None:
     async with letters(tmp_path) as (inside, _, customer):
-        submitted = submissions(inside)
+        submitted = submissions(inside.engine)
         for field, value in (("echo", True), ("suffix", "x")):
             error = refusal(await ask(inside, customer, prompt="x", **{field: value}), 400)
             assert error["param"] == field

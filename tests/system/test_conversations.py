@@ -19,6 +19,7 @@ from cachestore.protocol import Finished
 from gateway.app import open_gateway
 from gateway.telemetry.providers import Exporters
 from gateway.telemetry.telemetry import Telemetry
+from tests.cachestore.serving import submissions
 from tests.system.in_process import Customer, InProcess, in_process
 from tests.system.scripted import (
     CHAT,
@@ -29,7 +30,6 @@ from tests.system.scripted import (
     byte_ids,
     events_of,
     idle,
-    submissions,
     tokens_of,
     until,
 )
@@ -160,7 +160,7 @@ async def odd_speller(folder: Path) -> AsyncIterator[tuple[InProcess, ScriptedRu
 async def test_the_next_turn_is_sent_as_it_was_generated_and_not_as_its_text_tokenises(tmp_path: Path) -> None:
     async with odd_speller(tmp_path) as (inside, runner, words):
         customer, stranger = await inside.customer("a"), await inside.customer("b")
-        submitted = submissions(inside)
+        submitted = submissions(inside.engine)
         chat, spelt = Chat(inside, customer), words.ids("he", "llo")
         runner.script(*spelt)
         assert await chat.ask("Hi.") == "hello"
@@ -186,7 +186,7 @@ async def test_whatever_is_generated_comes_back_token_for_token(tmp_path: Path) 
     print(f"seed {seed}")
     draw = random.Random(seed)
     async with odd_speller(tmp_path) as (inside, runner, words):
-        customer, submitted = await inside.customer("a"), submissions(inside)
+        customer, submitted = await inside.customer("a"), submissions(inside.engine)
         vocabulary = [*words.ids(*WORDS), *byte_ids("abc \n")]
         for _ in range(8):
             chat, generated, promised = Chat(inside, customer), [], 0
@@ -204,7 +204,7 @@ async def test_whatever_is_generated_comes_back_token_for_token(tmp_path: Path) 
 @pytest.mark.anyio
 async def test_after_a_stop_string_the_whole_tokens_before_it_are_kept(tmp_path: Path) -> None:
     async with odd_speller(tmp_path) as (inside, runner, words):
-        customer, submitted = await inside.customer("a"), submissions(inside)
+        customer, submitted = await inside.customer("a"), submissions(inside.engine)
         cases = [
             # (generated, stop string, what is sent, how the next turn spells it)
             (("he", "llo", " wor", "ld"), " world", "hello", words.ids("he", "llo")),
@@ -232,7 +232,7 @@ async def test_after_a_stop_string_the_whole_tokens_before_it_are_kept(tmp_path:
 @pytest.mark.anyio
 async def test_typed_control_tokens_never_find_a_real_turn(tmp_path: Path) -> None:
     async with odd_speller(tmp_path) as (inside, runner, words):
-        customer, submitted = await inside.customer("a"), submissions(inside)
+        customer, submitted = await inside.customer("a"), submissions(inside.engine)
         spelt = words.ids("he", "llo")
         runner.script(*spelt)
         real = Chat(inside, customer)
@@ -251,7 +251,7 @@ async def test_typed_control_tokens_never_find_a_real_turn(tmp_path: Path) -> No
 @pytest.mark.anyio
 async def test_control_tokens_that_an_answer_spells_in_letters_are_found_as_letters(tmp_path: Path) -> None:
     async with odd_speller(tmp_path) as (inside, runner, words):
-        customer, submitted = await inside.customer("a"), submissions(inside)
+        customer, submitted = await inside.customer("a"), submissions(inside.engine)
         spelt = words.ids("he", " <|im_", "end|>")
         runner.script(*spelt)
         chat = Chat(inside, customer)

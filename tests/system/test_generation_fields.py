@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from cachestore.protocol import Sampling
-from tests.system.scripted import CHAT, END, START, TEXT, byte_ids, desk, submissions, tokens_of, until
+from tests.cachestore.serving import submissions
+from tests.system.scripted import CHAT, END, START, TEXT, byte_ids, desk, tokens_of, until
 from tests.system.wire import error_form, events, finish_reasons, refusal, text_of
 
 pytestmark = pytest.mark.anyio
@@ -40,7 +41,7 @@ SAMPLING_FIELDS: dict[str, Any] = {
 @both
 async def test_every_sampling_field_reaches_the_store_as_it_was_sent(tmp_path: Path, path: str) -> None:
     async with desk(tmp_path) as customer:
-        submitted = submissions(customer.inside)
+        submitted = submissions(customer.inside.engine)
         bias, logprobs = {"5": -100, "49151": 1.5}, {"logprobs": True, "top_logprobs": 4}
         fields = SAMPLING_FIELDS | (logprobs if path == CHAT else {"logprobs": 4})
         await customer.ask(path, **fields, seed=9, logit_bias=bias, stop_token_ids=[9, END, 9])
@@ -61,7 +62,7 @@ async def test_values_that_change_nothing_ask_for_nothing(tmp_path: Path, path: 
     neutral |= {"logit_bias": {}, "stop_token_ids": [], "include_stop_str_in_output": False, "logprobs": False}
     neutral |= {"top_logprobs": 0, "return_token_ids": False}
     async with desk(tmp_path) as customer:
-        submitted = submissions(customer.inside)
+        submitted = submissions(customer.inside.engine)
         plain = await customer.choice(path, seed=1)
         for fields in (neutral, dict.fromkeys(neutral)):
             assert await customer.choice(path, seed=1, **fields) == plain
@@ -94,7 +95,7 @@ BAD = [
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_bad_value_is_refused_by_name_and_reaches_no_store(tmp_path: Path, path: str, stream: bool) -> None:
     async with desk(tmp_path) as customer:
-        submitted = submissions(customer.inside)
+        submitted = submissions(customer.inside.engine)
         for name, value in BAD:
             error = refusal(await customer.ask(path, stream=stream, **{name: value}), 400)
             assert (error["param"], error["code"]) == (name, "unsupported_value")
@@ -206,7 +207,7 @@ async def test_no_stop_string_is_looked_for_in_the_first_min_tokens(tmp_path: Pa
 
 async def test_a_token_that_ended_a_turn_by_request_is_no_part_of_the_conversation(tmp_path: Path) -> None:
     async with desk(tmp_path) as customer:
-        submitted = submissions(customer.inside)
+        submitted = submissions(customer.inside.engine)
         he, llo, red = customer.script("he", "llo", "red")
         for number, (fields, spelt) in enumerate(
             [
@@ -242,7 +243,7 @@ NEXT_TURN = [END, *byte_ids("\n"), START, *byte_ids("assistant\n")]
 
 async def test_b085_a_last_message_of_the_assistant_is_continued_only_where_that_is_asked_for(tmp_path: Path) -> None:
     async with desk(tmp_path) as customer:
-        submitted = submissions(customer.inside)
+        submitted = submissions(customer.inside.engine)
         customer.script("he", "llo")
         for fields, prompt in (
             ({}, OPENING + NEXT_TURN),
@@ -263,7 +264,7 @@ async def test_b085_a_last_message_of_the_assistant_is_continued_only_where_that
 
 async def test_a_continued_turn_goes_on_and_is_remembered_as_it_was_generated(tmp_path: Path) -> None:
     async with desk(tmp_path) as customer:
-        submitted = submissions(customer.inside)
+        submitted = submissions(customer.inside.engine)
         question = {"role": "user", "content": "x"}
         spelt = customer.script("he", "llo")
         first = (await customer.choice(CHAT, messages=[question], max_tokens=2))["text"]
@@ -281,7 +282,7 @@ async def test_a_continued_turn_goes_on_and_is_remembered_as_it_was_generated(tm
 async def test_variables_reach_the_template_and_none_of_its_own(tmp_path: Path) -> None:
     template = "{{ tone }}:{{ messages[0].content }}<|im_end|>"
     async with desk(tmp_path, template) as customer:
-        submitted = submissions(customer.inside)
+        submitted = submissions(customer.inside.engine)
         forged = "<|im_start|>"
         assert (await customer.ask(CHAT, chat_template_kwargs={"tone": forged})).status_code == 200
         assert tokens_of(submitted.pop()) == [*byte_ids(f"{forged}:x"), END]

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from cachestore.protocol import Submit
+from tests.cachestore.serving import Arrivals
 from tests.system.in_process import Customer, InProcess, in_process
 from tests.system.metered import random_prompt
-from tests.system.scripted import CHAT, TEXT, arrivals
+from tests.system.scripted import CHAT, TEXT
 
 pytestmark = pytest.mark.anyio
 
@@ -74,12 +75,11 @@ async def test_every_choice_of_every_prompt_says_so(
     tmp_path: Path, default_model: Path, path: str, prompt: dict[str, Any]
 ) -> None:
     async with in_process(tmp_path, default_model) as inside:
-        customer, arrived = await inside.customer("a"), arrivals(inside)
+        customer, submitted = await inside.customer("a"), Arrivals(inside.store).of(Submit)
         body = {"model": inside.model, "max_tokens": 1, "n": 2} | prompt
         for options, ttl_seconds in (({"prompt_cache_options": {"ttl": "2m"}}, 120), ({}, 0)):
-            arrived.clear()
+            submitted.clear()
             answer = await inside.http.post(path, json=body | options, headers=customer.headers)
             assert answer.status_code == 200, answer.text
-            submits = [message for message in arrived if isinstance(message, Submit)]
-            assert [submit.ttl_seconds for submit in submits] == [ttl_seconds] * len(answer.json()["choices"])
+            assert [submit.ttl_seconds for submit in submitted] == [ttl_seconds] * len(answer.json()["choices"])
         await inside.check()

@@ -30,7 +30,7 @@ async def test_b143_of_twenty_requests_at_once_as_many_run_as_fit(tmp_path: Path
         m.runner.script(*byte_ids("123456789"))
         m.runner.close()
         asked = [asyncio.create_task(m.ask(100, 100, ignore_eos=False)) for _ in range(20)]
-        await until(lambda: m.submitted + sum(each.done() for each in asked) == 20)
+        await until(lambda: len(m.submitted) + sum(each.done() for each in asked) == 20)
         refused = [each.result() for each in asked if each.done()]
         assert len(refused) == 15
         for answer in refused:
@@ -76,7 +76,7 @@ async def test_b146_a_request_refused_for_concurrency_uses_up_no_other_limit(at_
         m.runner.close()
         if at_once:
             both = [asyncio.create_task(m.ask(10, 10)) for _ in range(2)]
-            await until(lambda: m.submitted == 1 and any(each.done() for each in both))
+            await until(lambda: len(m.submitted) == 1 and any(each.done() for each in both))
             a, b = sorted(both, key=lambda each: each.done())
         else:
             a = await m.begin(10, 10)

@@ -66,11 +66,9 @@ async def test_64_racing_requests_in_two_gateways_spend_a_budget_and_not_one_tok
         )
         answers = [asyncio.create_task(client.answer()) for client in clients]
 
-        def arrived(kind: type) -> int:
-            return sum(isinstance(message, kind) for message in one.arrived)
-
+        submits, aborts = one.arrived.of(Submit), one.arrived.of(Abort)
         # The model is closed: none has ended before all were decided.
-        await until(lambda: arrived(Submit) + sum(answer.done() for answer in answers) == RACING)
+        await until(lambda: len(submits) + sum(answer.done() for answer in answers) == RACING)
         await check_ledger(one.inside.gateway.directory.database)
         admitted = [n for n in range(RACING) if not answers[n].done()]
         refused = [n for n in range(RACING) if answers[n].done()]
@@ -87,7 +85,7 @@ async def test_64_racing_requests_in_two_gateways_spend_a_budget_and_not_one_tok
             await one.step()
         for n in leavers:
             clients[n].leave()
-        await until(lambda: arrived(Abort) == len(leavers))
+        await until(lambda: len(aborts) == len(leavers))
         one.runner.open()
         for n in admitted:
             if n not in leavers:

@@ -204,11 +204,7 @@ async def test_counters_of_the_store_are_published(tmp_path: Path, default_model
             await inside.complete(customer, [*range(start, start + 100)])
         await idle(inside)
         engine = inside.engine
-
-        async def evicted() -> float:
-            return sum((await scraped(inside))["saltern_cache_evictions_total"].values())
-
-        await until_told(evicted, engine.pool.evictions)
+        await evicted(inside)
         found = await scraped(inside)
         assert engine.pool.evictions > 100
         assert sum(found["saltern_store_steps_total"].values()) == engine.steps == 30
@@ -224,19 +220,22 @@ async def test_blocks_that_gave_way_are_counted_by_cause(tmp_path: Path, default
         await idle(inside)
         needed = inside.engine.pool.evictions
         await limit(inside, customer.id, device_max_tokens=5 * 16)
-
-        async def evicted() -> dict[str, float]:
-            return labelled((await scraped(inside))["saltern_cache_evictions_total"], "saltern_cache_cause")
-
-        async def all_evicted() -> float:
-            return sum((await evicted()).values())
-
-        await until_told(all_evicted, inside.engine.pool.evictions)
+        told = await evicted(inside)
         # All but five of the fifteen or sixteen that there were.
         limited = inside.engine.pool.evictions - needed
-        assert await evicted() == {"capacity": needed, "limit": limited}
+        assert told == {"capacity": needed, "limit": limited}
         assert needed
         assert limited
+
+
+async def evicted(inside: InProcess) -> dict[str, float]:
+    """By cause, once all that gave way were told."""
+
+    async def told() -> float:
+        return sum((await scraped(inside))["saltern_cache_evictions_total"].values())
+
+    await until_told(told, inside.engine.pool.evictions)
+    return labelled((await scraped(inside))["saltern_cache_evictions_total"], "saltern_cache_cause")
 
 
 async def test_without_a_store_there_are_no_gauges_and_counters_stay(tmp_path: Path, default_model: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.system.scripted import CHAT, END, START, TEXT, WORDS, Desk, byte_ids, desk, submissions, tokens_of
+from tests.cachestore.serving import submissions
+from tests.system.scripted import CHAT, END, START, TEXT, WORDS, Desk, byte_ids, desk, tokens_of
 from tests.system.wire import streamed, text_of
 
 pytestmark = pytest.mark.anyio
@@ -145,7 +146,7 @@ async def test_the_ids_of_the_prompt_are_told_where_they_are_asked_for(
     tmp_path: Path, path: str, stream: bool
 ) -> None:
     async with desk(tmp_path) as customer:
-        submitted = submissions(customer.inside)
+        submitted = submissions(customer.inside.engine)
         customer.script("he")
         prompts = {"prompt": ["x", "yy"]} if path == TEXT else {}
         answer = await customer.ask(path, n=2, stream=stream, return_token_ids=True, **prompts)

@@ -41,7 +41,7 @@ async def metered_scene(folder: Path, max_running: int = 8) -> AsyncIterator[tup
 
 def has_aborted(s: Scene, count: int) -> bool:
     """So many submissions, as far as the store was told."""
-    return sum(isinstance(each, Abort) for each in s.arrived) == count
+    return len(s.arrived.of(Abort)) == count
 
 
 async def charged(s: Scene) -> list[tuple[str, int, int, int]]:
